@@ -1,0 +1,25 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def task_data() -> Path:
+    """The folder of real GLUE and SuperGLUE files, which is not part of the project."""
+    folder = Path(os.environ.get("PEFT_SURGICAL_DATA", Path(__file__).parents[2] / "shared" / "data"))
+    if not folder.is_dir():
+        pytest.skip(f"no folder of task data at {folder}; set PEFT_SURGICAL_DATA to run this test")
+    return folder
