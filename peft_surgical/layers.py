@@ -1,25 +1,27 @@
 """Find a model's stacks of transformer layers, and the layers a user means.
 
 Layers are found in the module tree, by object: a stack is an outermost `nn.ModuleList` (or, in a model without any, an
-outermost `nn.Sequential`) of like modules that hold parameters. Names are never matched as text.
+outermost `nn.Sequential`) of like modules that are built of other modules and hold parameters. Names are never matched
+as text.
 """
 
 from __future__ import annotations
 
 import math
+import operator
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
-from peft import PeftModel
+from accelerate.utils import extract_model_from_parallel
+from peft import PeftMixedModel, PeftModel
+from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 from torch import nn
-from torch._dynamo import OptimizedModule
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 
 LayerSpec = str | Sequence[int | str] | Mapping[str, "str | Sequence[int | str]"]
-"""What a user may write for layers: `[3, -1]`, `"last:3"`, `"first:2"`, `"last:25%"`, `"4-9"`, `"10-"`, `"all"`, or a
-mapping from stack names to those."""
+"""What a user may write for layers, see `resolve_layers`."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,7 @@ class Layer:
 
     Args:
         stack: Name of the stack that holds the layer.
-        index: Position in the stack, counted from 0.
+        index: Position in the stack, counted from 0. A layer that is applied several times is counted once.
         path: Dotted path of the module in the model.
         module: The layer itself.
     """
@@ -56,12 +58,15 @@ class Stack:
     def __len__(self) -> int:
         return len(self.layers)
 
+    def __str__(self) -> str:
+        return f"{self.name} ({self.path or 'the model itself'}), layers 0 to {len(self) - 1}"
+
 
 def find_stacks(model: nn.Module) -> dict[str, Stack]:
     """Find all stacks of transformer layers of a model.
 
     Args:
-        model: Any module. A `PeftModel` is looked through to its base model.
+        model: Any module. The wrappers of PEFT, of `torch.compile` and of distributed training are looked through.
 
     Returns:
         The stacks by name, in the order of the module tree. A single stack is named after the module that holds it;
@@ -75,10 +80,9 @@ def find_stacks(model: nn.Module) -> dict[str, Stack]:
         {'encoder': 3}
     """
     model = unwrap(model)
-    lists: list[tuple[str, nn.ModuleList | nn.Sequential]] = [*_outermost_lists(model, nn.ModuleList)]
-    lists = lists or [*_outermost_lists(model, nn.Sequential)]
-    paths = [path for path, _ in lists]
-    names = _short_names(paths, prefix=getattr(model, "base_model_prefix", ""))
+    lists = [*_outermost_lists(model)]
+    lists = [pair for pair in lists if isinstance(pair[1], nn.ModuleList)] or lists
+    names = _short_names([path for path, _ in lists], prefix=getattr(model, "base_model_prefix", ""))
     return {name: _make_stack(name, path, modules) for name, (path, modules) in zip(names, lists, strict=True)}
 
 
@@ -95,8 +99,8 @@ def resolve_layers(model: nn.Module, layers: LayerSpec, stack: str | None = None
         The layers in the order of the model, each once.
 
     Raises:
-        ValueError: Nothing is chosen, a layer is chosen twice or lies outside its stack, or the model has several
-            stacks and none is named. The message lists the stacks and their valid range.
+        ValueError: Nothing is chosen, a layer is chosen twice, lies outside its stack or holds no parameters, or the
+            model has several stacks and none is named. The message lists the stacks and their valid range.
         TypeError: `layers` is none of the accepted forms.
 
     Example:
@@ -111,23 +115,23 @@ def resolve_layers(model: nn.Module, layers: LayerSpec, stack: str | None = None
     """
     model = unwrap(model)
     stacks = find_stacks(model)
-    if isinstance(layers, Mapping):
-        if stack is not None:
-            raise ValueError(
-                f"layers={dict(layers)!r} already names its stacks, so stack={stack!r} has no meaning. Drop one."
-            )
-        if not layers:
-            raise ValueError(f"layers={{}} chooses no layer. {describe_stacks(stacks)}")
-        pairs = [(_named(model, stacks, name), spec) for name, spec in layers.items()]
-        names = [named.name for named, _ in pairs]
-        if len(set(names)) < len(names):
-            raise ValueError(f"layers={dict(layers)!r} names a stack twice. {describe_stacks(stacks)}")
-        # a stack given by path need not be among those found by rule; it then comes last
-        order = [*stacks, *(name for name in names if name not in stacks)]
-        pairs.sort(key=lambda pair: order.index(pair[0].name))
-    else:
+    if not isinstance(layers, Mapping):
         pairs = [(choose_stack(model, stack), layers)]
-    return [named.layers[index] for named, spec in pairs for index in layer_indices(spec, named)]
+    elif stack is not None:
+        raise ValueError(f"layers={layers!r} already names its stacks, so stack={stack!r} has no meaning. Drop one.")
+    else:
+        pairs = [(_named(model, stacks, name), spec) for name, spec in layers.items()]
+    names = [named.name for named, _ in pairs]
+    if not names or len(set(names)) < len(names):
+        fault = "names a stack twice" if names else "chooses no layer"
+        raise ValueError(f"layers={layers!r} {fault}. {describe_stacks(stacks)}")
+    # a stack given by path need not be among those found by rule; it then comes last
+    order = [*stacks, *(name for name in names if name not in stacks)]
+    pairs.sort(key=lambda pair: order.index(pair[0].name))
+    chosen = [named.layers[index] for named, spec in pairs for index in layer_indices(spec, named)]
+    if empty := [layer.path for layer in chosen if not any(True for _ in layer.module.parameters())]:
+        raise ValueError(f"layers={layers!r} chooses {', '.join(empty)}, without parameters. Leave such layers out.")
+    return chosen
 
 
 def choose_stack(model: nn.Module, stack: str | None = None) -> Stack:
@@ -144,8 +148,9 @@ def choose_stack(model: nn.Module, stack: str | None = None) -> Stack:
         return next(iter(stacks.values()))
     if not stacks:
         raise ValueError(
-            f"No stack of layers was found in {type(model).__name__}: it has no ModuleList of like modules that hold "
-            "parameters. Name the modules with target_modules=[...], or give stack='path.to.the.list'."
+            f"No stack of layers was found in {type(model).__name__}: it has no ModuleList of like modules that are "
+            "built of other modules and hold parameters. Name the modules with target_modules=[...], or give "
+            "stack='path.to.the.list'."
         )
     raise ValueError(
         f"{type(model).__name__} has several stacks of layers, so a layer needs the name of its stack: "
@@ -160,22 +165,15 @@ def layer_indices(spec: str | Sequence[int | str], stack: Stack) -> list[int]:
         ValueError: See `resolve_layers`.
         TypeError: `spec` is neither text nor a sequence of indices.
     """
-    if isinstance(spec, str):
-        indices = list(_parse(spec, stack))
-    elif isinstance(spec, Sequence) or (hasattr(spec, "__iter__") and not isinstance(spec, Mapping)):
-        indices = []
-        for item in spec:
-            if isinstance(item, str):
-                indices.extend(_parse(item, stack))
-            else:
-                indices.append(_in_range(item, stack, spec))
-    else:
+    if isinstance(spec, (Mapping, bytes)) or not isinstance(spec, Iterable):
         raise TypeError(f"layers={spec!r} is a {type(spec).__name__}; allowed are {_FORMS}.")
-    if not indices:
-        raise ValueError(f"layers={spec!r} chooses no layer. {describe_stacks({stack.name: stack})}")
-    twice = sorted({i for i in indices if indices.count(i) > 1})
-    if twice:
-        raise ValueError(f"layers={spec!r} chooses layer {twice[0]} more than once. Name each layer once.")
+    indices: list[int] = []
+    for item in [spec] if isinstance(spec, str) else spec:
+        indices.extend(_parse(item, stack) if isinstance(item, str) else [_in_range(item, stack, spec)])
+    twice = [i for i in indices if indices.count(i) > 1]
+    if twice or not indices:
+        fault = f"layer {twice[0]} more than once; name each layer once" if twice else "no layer"
+        raise ValueError(f"layers={spec!r} chooses {fault}. Stack: {stack}.")
     return sorted(indices)
 
 
@@ -191,25 +189,21 @@ def plain_layers(layers: Sequence[Layer], model: nn.Module) -> list[int] | dict[
 
 def describe_stacks(stacks: Mapping[str, Stack]) -> str:
     """One sentence that lists the stacks with their valid range, for error messages."""
-    if not stacks:
-        return "The model has no stack of layers."
-    return "Stacks: " + "; ".join(f"{s.name} ({s.path}), layers 0 to {len(s) - 1}" for s in stacks.values()) + "."
+    return f"Stacks: {'; '.join(map(str, stacks.values())) or 'none'}."
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """The model inside the wrappers of PEFT, `torch.compile` and data-parallel training."""
+    """The model inside the wrappers of PEFT, of `torch.compile` and of distributed training."""
     while True:
-        if isinstance(model, PeftModel):
-            model = model.get_base_model()
-        elif isinstance(model, OptimizedModule):
-            model = model._orig_mod
-        elif isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
-            model = model.module
-        else:
+        inner = extract_model_from_parallel(model, keep_torch_compile=False)
+        if isinstance(inner, (PeftModel, PeftMixedModel)):
+            inner = inner.base_model
+        elif isinstance(inner, BaseTuner):
+            inner = inner.model
+        if inner is model:
             return model
+        model = inner
 
-
-_List = TypeVar("_List", nn.ModuleList, nn.Sequential)
 
 _FORMS = "a list of indices such as [3, -1], 'last:3', 'first:2', 'last:25%', '4-9', '10-', 'all', or {'stack': ...}"
 _COUNT = re.compile(r"(first|last):(\d+(?:\.\d+)?)(%?)")
@@ -223,34 +217,35 @@ def _parse(text: str, stack: Stack) -> range:
         return range(depth)
     if match := _COUNT.fullmatch(text):
         where, number, percent = match.groups()
-        if percent:
-            count = max(1, math.floor(float(number) / 100 * depth + 0.5)) if float(number) > 0 else 0
-        elif "." in number:
-            raise ValueError(f"layers={text!r} asks for a part of a layer; allowed are {_FORMS}.")
-        else:
-            count = int(number)
-        if not 0 < count <= depth:
-            raise ValueError(f"layers={text!r} asks for {count} layers. {describe_stacks({stack.name: stack})}")
+        share = float(number) / 100 if percent else float(number) / depth
+        count = max(1, math.floor(share * depth + 0.5))
+        if not 0 < share <= 1 or ("." in number and not percent):
+            raise ValueError(
+                f"layers={text!r} must ask for 1 to {depth} layers, or 0% < share <= 100%. Stack: {stack}."
+            )
         return range(count) if where == "first" else range(depth - count, depth)
     if match := _RANGE.fullmatch(text):
-        first = int(match[1])
-        last = int(match[2]) if match[2] else depth - 1
+        first, last = int(match[1]), int(match[2] or depth - 1)
         if first > last:
-            raise ValueError(f"layers={text!r} chooses no layer. {describe_stacks({stack.name: stack})}")
+            raise ValueError(f"layers={text!r} chooses no layer. Stack: {stack}.")
         return range(_in_range(first, stack, text), _in_range(last, stack, text) + 1)
     if re.fullmatch(r"-?\d+", text):
-        index = _in_range(int(text), stack, text)
-        return range(index, index + 1)
+        return range(index := _in_range(int(text), stack, text), index + 1)
     raise ValueError(f"layers={text!r} is not understood; allowed are {_FORMS}.")
 
 
 def _in_range(index: object, stack: Stack, spec: object) -> int:
-    # numpy and torch integers have __index__; bool has it too, but is never meant as a layer
-    if isinstance(index, bool) or not hasattr(index, "__index__"):
-        raise TypeError(f"layers={spec!r} contains {index!r}, a {type(index).__name__}; allowed are {_FORMS}.")
-    i = index.__index__()
+    # numpy and torch integers are indices too; a truth value is one for Python, but is never meant as a layer
+    try:
+        if isinstance(index, bool):
+            raise TypeError
+        i = operator.index(index)  # type: ignore[arg-type]
+    except TypeError:
+        raise TypeError(
+            f"layers={spec!r} contains {index!r}, a {type(index).__name__}; allowed are {_FORMS}."
+        ) from None
     if not -len(stack) <= i < len(stack):
-        raise ValueError(f"layers={spec!r}: there is no layer {i}. {describe_stacks({stack.name: stack})}")
+        raise ValueError(f"layers={spec!r}: there is no layer {i}. Stack: {stack}.")
     return i % len(stack)
 
 
@@ -268,30 +263,32 @@ def _named(model: nn.Module, stacks: Mapping[str, Stack], name: str) -> Stack:
 
 
 def _make_stack(name: str, path: str, modules: nn.ModuleList | nn.Sequential) -> Stack:
-    return Stack(name, path, tuple(Layer(name, i, f"{path}.{i}", module) for i, module in enumerate(modules)))
+    children = enumerate(modules.named_children())
+    return Stack(name, path, tuple(Layer(name, i, _join(path, child), module) for i, (child, module) in children))
 
 
-def _outermost_lists(module: nn.Module, kind: type[_List], path: str = "") -> Iterator[tuple[str, _List]]:
-    if path and isinstance(module, kind) and _holds_layers(module):
+def _outermost_lists(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.ModuleList | nn.Sequential]]:
+    if isinstance(module, (nn.ModuleList, nn.Sequential)) and _holds_layers(module):
         yield path, module
         return
     for name, child in module.named_children():
-        yield from _outermost_lists(child, kind, f"{path}.{name}" if path else name)
+        yield from _outermost_lists(child, _join(path, name))
 
 
-def _holds_layers(modules: nn.Module) -> bool:
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _holds_layers(modules: nn.ModuleList | nn.Sequential) -> bool:
     """Whether these are layers: like modules that hold parameters and are built of other modules."""
-    children = list(modules.children())
-    if not children or not all(any(True for _ in c.children()) for c in children):
+    # a Sequential of one module is a mere wrapper; an injected adapter may have wrapped some layers and not others
+    children = [c.get_base_layer() if isinstance(c, BaseTunerLayer) else c for c in modules.children()]
+    if len(children) < (2 if isinstance(modules, nn.Sequential) else 1):
         return False
-    if not all(any(True for _ in c.parameters()) for c in children):
+    if not all(any(True for _ in c.children()) and any(True for _ in c.parameters()) for c in children):
         return False
-    return len({type(c) for c in children}) == 1 or all(_is_marked_layer(c) for c in children)
-
-
-def _is_marked_layer(module: nn.Module) -> bool:
-    """Whether transformers marks the module as a layer; hybrid models mix several classes in one stack."""
-    return any(cls.__name__ == "GradientCheckpointingLayer" for cls in type(module).__mro__)
+    # hybrid models mix several classes in one stack; transformers marks what it means as a layer
+    return len({type(c) for c in children}) == 1 or all(isinstance(c, GradientCheckpointingLayer) for c in children)
 
 
 def _short_names(paths: Sequence[str], prefix: str) -> list[str]:
@@ -301,12 +298,10 @@ def _short_names(paths: Sequence[str], prefix: str) -> list[str]:
             path = path[len(prefix) + 1 :]
         parts.append(path.split("."))
     if len(parts) == 1:
-        return [(parts[0][-2:-1] or parts[0])[0]]
+        return [(parts[0][-2:-1] or parts[0])[0] or "layers"]
     owners = [p[:-1] for p in parts]
     common = 0
     while all(len(o) > common for o in owners) and len({o[common] for o in owners}) == 1:
         common += 1
     short = [o[common] if len(o) > common else p[-1] for o, p in zip(owners, parts, strict=True)]
-    if len(set(short)) == len(short):
-        return short
-    return [".".join(p[common:]) for p in parts]
+    return [s if short.count(s) == 1 else ".".join(p[common:]) for s, p in zip(short, parts, strict=True)]
