@@ -460,6 +460,13 @@ def test_an_unknown_stack_is_refused_with_the_known_ones(t5, name):
         assert error.match(T5_STACKS)
 
 
+def test_an_empty_list_or_an_empty_name_is_no_stack():
+    model = nn.Sequential(nn.Linear(2, 2), nn.ModuleList())
+    for name in ("1", ""):
+        with pytest.raises(ValueError, match=f"no stack of layers named '{name}'. Stacks: none."):
+            choose_stack(model, name)
+
+
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
