@@ -1,0 +1,72 @@
+"""What the configs of this package have in common."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from typing import Any
+
+from huggingface_hub import hf_hub_download
+from peft import PeftConfig
+from peft.utils import SAFETENSORS_WEIGHTS_NAME
+from torch import nn
+
+
+@dataclass
+class DeltaConfig(PeftConfig):
+    """Base of `SurgicalConfig` and `StratifiedConfig`; not used by itself.
+
+    Args:
+        labels: Number and names of the task's labels, from the model's config. Set when the adapter is made.
+        base: What the base model is like, see `describe_base`. Set when the adapter is made.
+        check_base: Whether loading the adapter onto another base model than the one it was trained on is an error.
+        format_version: Version of this file's format.
+    """
+
+    labels: dict | None = field(default=None, metadata={"help": "Number and names of the task's labels."})
+    base: dict | None = field(default=None, metadata={"help": "What the base model is like."})
+    check_base: bool = field(default=True, metadata={"help": "Whether another base model is an error."})
+    format_version: int = field(default=1, metadata={"help": "Version of this file's format."})
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        # what the config means on the model that it is being injected into; not part of the config itself
+        self._units: dict[str, list[str]] = {}
+        self._owners: set[str] = set()
+        self._shared: dict[int, nn.Parameter] = {}
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: str, subfolder: str | None = None, **kwargs: Any):
+        config = super().from_pretrained(pretrained_model_name_or_path, subfolder=subfolder, **kwargs)
+        # so that the weights can be checked before the model is changed
+        config._source = (pretrained_model_name_or_path, subfolder, cls._split_kwargs(kwargs)[0])
+        return config
+
+    def save_pretrained(self, save_directory: str, **kwargs: Any) -> None:
+        """Write `adapter_config.json`; the file appears whole or not at all."""
+        target = os.path.join(save_directory, "adapter_config.json")
+        aside = os.path.join(save_directory, f".adapter_config.{os.getpid()}")
+        try:
+            super().save_pretrained(aside, **kwargs)
+            os.replace(os.path.join(aside, "adapter_config.json"), target)
+        finally:
+            if os.path.isdir(aside):
+                for leftover in os.listdir(aside):
+                    os.remove(os.path.join(aside, leftover))
+                os.rmdir(aside)
+
+    def weights_file(self) -> str | None:
+        """The safetensors file that belongs to this config, if it was read from a folder or the hub."""
+        name, subfolder, options = getattr(self, "_source", (None, None, {}))
+        if name is None:
+            return None
+        local = os.path.join(name, subfolder or "", SAFETENSORS_WEIGHTS_NAME)
+        if os.path.exists(local):
+            return local
+        if os.path.isdir(name):
+            return None
+        try:
+            options = {key: value for key, value in options.items() if key != "user_agent"}
+            return hf_hub_download(name, SAFETENSORS_WEIGHTS_NAME, subfolder=subfolder, **options)
+        except Exception:  # PEFT's own loading follows and says what is wrong
+            return None

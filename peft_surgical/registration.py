@@ -1,0 +1,75 @@
+"""Make this package's methods known to PEFT. The only file that touches PEFT's enum and method tables."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from peft import PeftConfig
+from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
+from peft.tuners.tuners_utils import BaseTuner
+from peft.utils import register_peft_method
+from peft.utils.peft_types import PeftType
+
+
+# what the tuners of this package override or call; a PEFT without them would ignore the overrides in silence
+_REQUIRED = (
+    "_prepare_model",
+    "_check_target_module_exists",
+    "_create_and_replace",
+    "_get_adapter_state_dict",
+    "_remap_adapter_state_dict_for_load",
+)
+
+
+def register_method(name: str, config_cls: type[PeftConfig], model_cls: type[BaseTuner], prefix: str) -> None:
+    """Register one method with PEFT, as `get_peft_model` and `PeftModel.from_pretrained` need it.
+
+    Registering the same method again, as on a reload, replaces its classes and changes nothing else.
+
+    Args:
+        name: The method's name in capitals, as it stands in `adapter_config.json`.
+        config_cls: The class of its configs.
+        model_cls: The class of its tuner.
+        prefix: What the names of its trained tensors contain; `model_cls.prefix`.
+
+    Raises:
+        ImportError: The installed PEFT is not one that this package knows how to extend.
+    """
+    missing = [attribute for attribute in _REQUIRED if not hasattr(BaseTuner, attribute)]
+    if missing:
+        raise _unknown_peft(f"peft.tuners.tuners_utils.BaseTuner has no {missing[0]}")
+    peft_type = add_peft_type(name)
+    if peft_type in PEFT_TYPE_TO_CONFIG_MAPPING:
+        from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
+
+        PEFT_TYPE_TO_CONFIG_MAPPING[peft_type] = config_cls
+        PEFT_TYPE_TO_TUNER_MAPPING[peft_type] = model_cls
+        return
+    register_peft_method(name=name.lower(), config_cls=config_cls, model_cls=model_cls, prefix=prefix)
+
+
+def add_peft_type(name: str) -> PeftType:
+    """Add a member to PEFT's enum of methods; PEFT offers no other way. Idempotent."""
+    if name in PeftType.__members__:
+        return PeftType[name]
+    member: Any = str.__new__(PeftType, name)
+    member._name_ = name
+    member._value_ = name
+    member.__objclass__ = PeftType
+    member._sort_order_ = len(PeftType.__members__)
+    PeftType._member_names_.append(name)
+    PeftType._member_map_[name] = member
+    PeftType._value2member_map_[name] = member
+    type.__setattr__(PeftType, name, member)
+    if PeftType(name) is not member or getattr(PeftType, name) is not member or name not in list(PeftType):
+        raise _unknown_peft("its enum of methods does not take a new member")
+    return member
+
+
+def _unknown_peft(reason: str) -> ImportError:
+    import peft
+
+    return ImportError(
+        f"peft_surgical does not know how to register with peft {peft.__version__}: {reason}. "
+        'Install a version that it supports: pip install -U peft-surgical "peft>=0.21".'
+    )

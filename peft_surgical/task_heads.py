@@ -1,0 +1,98 @@
+"""The task's own head: which modules it is made of, and heads of different sizes on one model."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from peft import TaskType
+from peft.utils.other import ModulesToSaveWrapper
+from torch import nn
+
+
+TASKS_WITH_HEAD = (TaskType.SEQ_CLS, TaskType.TOKEN_CLS, TaskType.QUESTION_ANS)
+_LABEL_SETTINGS = ("num_labels", "id2label", "label2id", "problem_type")
+
+
+def head_names(model: nn.Module, task_type: str | None) -> list[str]:
+    """The names of the modules that make up the head of a transformers model for classification or extraction.
+
+    These are the children beside the bare model that hold parameters, e.g. `pre_classifier` and `classifier` in
+    DistilBERT. They are new for each task, so they are trained in full and saved with the adapter. A language model's
+    head belongs to the pretrained model and is not listed.
+    """
+    bare = getattr(model, "base_model_prefix", "")
+    if task_type not in TASKS_WITH_HEAD or not bare or not hasattr(model, bare):
+        return []
+    return [name for name, child in model.named_children() if name != bare and any(True for _ in child.parameters())]
+
+
+def label_settings(model: nn.Module) -> dict[str, Any]:
+    """Number and names of the labels of a model, as plain data; empty if it has none."""
+    config = getattr(model, "config", None)
+    if not hasattr(config, "num_labels"):
+        return {}
+    return {name: copy.deepcopy(getattr(config, name, None)) for name in _LABEL_SETTINGS}
+
+
+def apply_label_settings(model: nn.Module, settings: dict[str, Any]) -> None:
+    """Make the model's config, and the number that its loss uses, tell of these labels."""
+    config: Any = getattr(model, "config", None)
+    if not settings or not hasattr(config, "num_labels"):
+        return
+    names = settings.get("id2label")
+    if names:
+        config.id2label = {int(index): name for index, name in names.items()}  # JSON makes the keys text
+        config.label2id = settings.get("label2id") or {name: index for index, name in config.id2label.items()}
+    else:
+        config.num_labels = settings["num_labels"]
+    config.problem_type = settings.get("problem_type")
+    if "num_labels" in model.__dict__:
+        model.num_labels = settings["num_labels"]
+
+
+def resize_heads(model: nn.Module, adapter_name: str, num_labels: int, num_labels_of_base: int) -> None:
+    """Give an adapter's copy of the head as many outputs as its task has labels.
+
+    Args:
+        model: The model with the adapter in it.
+        adapter_name: The adapter.
+        num_labels: What the adapter's task needs.
+        num_labels_of_base: What the base's head has.
+
+    Raises:
+        ValueError: The head has no linear module with one output per label, so it is not known what to resize.
+    """
+    if num_labels == num_labels_of_base:
+        return
+    resized = False
+    for wrapper in model.modules():
+        if isinstance(wrapper, ModulesToSaveWrapper) and adapter_name in wrapper.modules_to_save:
+            head: Any = wrapper.modules_to_save[adapter_name]
+            name = _output_module(head, num_labels_of_base)
+            if name is None:
+                continue
+            old = head.get_submodule(name)
+            new = nn.Linear(old.in_features, num_labels, bias=old.bias is not None)
+            new = new.to(old.weight.device, old.weight.dtype).train(old.training)
+            initialise: Any = getattr(model, "_init_weights", lambda module: None)
+            initialise(new)
+            for parameter in new.parameters():
+                parameter.requires_grad_(old.weight.requires_grad)
+            if name:
+                parent, _, child = name.rpartition(".")
+                setattr(head.get_submodule(parent), child, new)
+            else:
+                wrapper.modules_to_save[adapter_name] = new
+            resized = True
+    if not resized:
+        raise ValueError(
+            f"Adapter {adapter_name!r} has {num_labels} labels and the base model {num_labels_of_base}, but no linear "
+            "module with one output per label was found in the head. Load the base model with "
+            f"num_labels={num_labels}."
+        )
+
+
+def _output_module(head: nn.Module, num_labels: int) -> str | None:
+    names = [n for n, m in head.named_modules() if isinstance(m, nn.Linear) and m.out_features == num_labels]
+    return names[-1] if names else None

@@ -1,0 +1,360 @@
+"""`TunedModule`: a module whose chosen tensors have one trained copy per adapter.
+
+The base module keeps its weights. In forward it is represented by a *twin*: a shallow copy of the module object that
+shares everything with it (hooks, buffers, settings, children) except the tuned tensors, which are the active
+adapter's. Nothing is swapped in and out, so several threads may run the module at once and an exception leaves nothing
+behind.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from typing import Any, cast
+
+import torch
+from peft.tuners.tuners_utils import BaseTunerLayer, check_adapters_to_merge
+from torch import nn
+
+
+class TunedTensors(nn.Module):
+    """One adapter's copies of some tensors of a module.
+
+    Args:
+        tensors: The copies by their name in the module, e.g. `weight` or `out_proj.weight`. Parameters stay
+            parameters, other tensors become buffers.
+    """
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]):
+        super().__init__()
+        self.names = tuple(tensors)
+        for name, tensor in tensors.items():
+            if isinstance(tensor, nn.Parameter):
+                self.register_parameter(_key(name), tensor)
+            else:
+                self.register_buffer(_key(name), tensor)
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        # attribute access, not the dict of parameters: FSDP keeps the gathered tensor in an attribute of the instance
+        return getattr(self, _key(name))
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.names
+
+
+class TunedModule(nn.Module, BaseTunerLayer):
+    """Wraps a module and gives each adapter its own copy of the module's chosen parameters.
+
+    With one active adapter the module computes with that adapter's copies; with several, with
+    `base + sum(copy - base)`; with none, or none that tunes this module, with the base's own tensors.
+
+    Args:
+        base_layer: The module to wrap. It is never written to, except by `merge`.
+        adapter_name: The first adapter.
+        names: The parameters and buffers to copy, by their name in the module.
+        init_weights: Whether the copies start as the base's values. False adds noise, for tests.
+        inference_mode: Whether the copies stay frozen.
+        shared: Copies made so far for this adapter, by `id` of the base's parameter. Parameters that are tied in the
+            base stay tied in the adapter.
+
+    Example:
+
+        >>> layer = TunedModule(nn.Linear(2, 2), "a", ["weight", "bias"])
+        >>> x = torch.ones(1, 2)
+        >>> torch.equal(layer(x), layer.base_layer(x))
+        True
+        >>> sorted(name for name, p in layer.named_parameters() if p.requires_grad and "surgical" in name)
+        ['surgical_params.a.bias', 'surgical_params.a.weight']
+    """
+
+    adapter_layer_names: tuple[str, ...] = ("surgical_params",)
+    other_param_names: tuple[str, ...] = ()
+    base_layer: nn.Module
+
+    def __init__(
+        self,
+        base_layer: nn.Module,
+        adapter_name: str,
+        names: Sequence[str],
+        *,
+        init_weights: bool = True,
+        inference_mode: bool = False,
+        shared: dict[int, nn.Parameter] | None = None,
+    ):
+        super().__init__()
+        self._set_base_layer(base_layer)
+        setattr(self, self.adapter_layer_names[0], nn.ModuleDict())
+        self._active_adapter = [adapter_name]
+        self._disable_adapters = False
+        self.merged_adapters: list[str] = []
+        self._originals: dict[str, torch.Tensor] = {}  # the base's own values while an adapter is merged
+        self._cast: tuple[object, dict[str, torch.Tensor]] = (None, {})
+        self.in_features = getattr(base_layer, "in_features", None)
+        self.out_features = getattr(base_layer, "out_features", None)
+        self.update_layer(adapter_name, names, init_weights=init_weights, inference_mode=inference_mode, shared=shared)
+        self.train(base_layer.training)
+
+    def _set_base_layer(self, base_layer: nn.Module) -> None:
+        self.base_layer = base_layer
+
+    @property
+    def tuned(self) -> MutableMapping[str, TunedTensors]:
+        """The copies by adapter."""
+        return cast(MutableMapping[str, TunedTensors], getattr(self, self.adapter_layer_names[0]))
+
+    def update_layer(
+        self,
+        adapter_name: str,
+        names: Sequence[str],
+        *,
+        init_weights: bool = True,
+        inference_mode: bool = False,
+        shared: dict[int, nn.Parameter] | None = None,
+    ) -> None:
+        """Add an adapter, or start an existing one afresh, from the base's own values (also while one is merged)."""
+        shared = {} if shared is None else shared
+        copies: dict[str, torch.Tensor] = {}
+        for name in names:
+            base = _tensor(self.base_layer, name)
+            value = self._originals.get(name, base).detach()
+            if isinstance(base, nn.Parameter):
+                if id(base) not in shared:
+                    value = value.clone() if init_weights else value + 0.1 * torch.randn_like(value)
+                    shared[id(base)] = nn.Parameter(value)
+                copies[name] = shared[id(base)]
+            else:
+                copies[name] = value.clone()
+        self.tuned[adapter_name] = TunedTensors(copies).train(self.training)
+        self.set_adapter(self.active_adapters, inference_mode=inference_mode)
+
+    # ---- computing
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.disable_adapters and self.merged:
+            self.unmerge()
+        tensors = self.active_tensors()
+        if not tensors:
+            return self.base_layer(*args, **kwargs)
+        if _needs_functional_call(self.base_layer):
+            return torch.func.functional_call(self.base_layer, tensors, args, kwargs)
+        return twin(self.base_layer, tensors)(*args, **kwargs)
+
+    def active_tensors(self) -> dict[str, torch.Tensor]:
+        """The tensors that stand in for the base's at present, in the base's dtype; empty if the base's are used."""
+        if self.disable_adapters or self.merged:
+            return {}
+        adapters = [name for name in self.active_adapters if name in self.tuned]
+        return self.tensors_of(adapters) if adapters else {}
+
+    def tensors_of(self, adapters: Sequence[str]) -> dict[str, torch.Tensor]:
+        """What the module computes with when these adapters are active, in the base's dtype."""
+        copies = {
+            name: [self.tuned[a][name] for a in adapters if name in self.tuned[a]] for name in self._names(adapters)
+        }
+        if torch.is_grad_enabled() and any(t.requires_grad for ts in copies.values() for t in ts):
+            return self._combine(copies)
+        if torch.compiler.is_compiling():
+            return self._combine(copies)
+        # outside training a cast or a sum is paid for once per switch; the versions tell when a copy was written to
+        stamp = tuple((id(t), t._version, t.data_ptr()) for ts in copies.values() for t in ts)
+        if self._cast[0] != stamp:
+            with torch.inference_mode(False), torch.no_grad():
+                self._cast = (stamp, self._combine(copies))
+        return self._cast[1]
+
+    def _names(self, adapters: Iterable[str]) -> list[str]:
+        return list(dict.fromkeys(name for a in adapters for name in self.tuned[a].names))
+
+    def _combine(self, copies: Mapping[str, Sequence[torch.Tensor]]) -> dict[str, torch.Tensor]:
+        combined = {}
+        for name, tensors in copies.items():
+            base = self.original(name)
+            if len(tensors) == 1 or not base.is_floating_point():
+                combined[name] = tensors[-1].to(base.dtype)
+            else:
+                start = base.detach().float()
+                combined[name] = (start + sum(t.float() - start for t in tensors)).to(base.dtype)
+        return combined
+
+    def original(self, name: str) -> torch.Tensor:
+        """The base's own tensor, also while an adapter is merged into the base."""
+        return self._originals.get(name, _tensor(self.base_layer, name))
+
+    # parents may read `module.weight`, or anything else, instead of calling the module
+
+    @property
+    def weight(self) -> torch.Tensor:
+        return cast(torch.Tensor, self._in_use().weight)
+
+    @property
+    def bias(self) -> torch.Tensor:
+        return cast(torch.Tensor, self._in_use().bias)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            # what accelerate hangs on a module belongs to the base alone
+            if name == "base_layer" or "_modules" not in self.__dict__ or name.startswith(("__", "_hf_", "_old_")):
+                raise
+        return getattr(self._in_use(), name)
+
+    def _in_use(self) -> nn.Module:
+        tensors = self.active_tensors()
+        return twin(self.base_layer, tensors) if tensors else self.base_layer
+
+    # ---- merging
+
+    def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
+        """Put the adapters' values into the base, whose own values are kept aside for `unmerge`.
+
+        Args:
+            safe_merge: Check that the merged values are finite first.
+            adapter_names: The adapters to merge; the active ones if None.
+
+        Raises:
+            ValueError: With `safe_merge`, a merged value is NaN or infinite. Nothing is merged then.
+        """
+        names = [name for name in check_adapters_to_merge(self, adapter_names) if name in self.tuned]
+        if not names:
+            return
+        with torch.no_grad():
+            merged = self.tensors_of([*self.merged_adapters, *names])
+            for name, value in merged.items():
+                if safe_merge and not torch.isfinite(value).all():
+                    raise ValueError(
+                        f"NaNs detected in the merged weights. The adapter {names[0]} seems to be broken: "
+                        f"{name} of {type(self.base_layer).__name__} has values that are not finite."
+                    )
+            for name, value in merged.items():
+                base = _tensor(self.base_layer, name)
+                self._originals.setdefault(name, base.data)
+                base.data = value
+        self.merged_adapters.extend(names)
+
+    def unmerge(self) -> None:
+        """Give the base its own values back, bit for bit."""
+        if not self.merged:
+            warnings.warn("Already unmerged. Nothing to do.", stacklevel=2)
+            return
+        for name, value in self._originals.items():
+            _tensor(self.base_layer, name).data = value
+        self._originals = {}
+        self.merged_adapters = []
+
+    # ---- loading
+
+    def _load_from_state_dict(self, state_dict, prefix, *args, **kwargs):
+        """Give loaded tensors the dtype of the live ones, and the base's device where those are still empty."""
+        for adapter, copies in self.tuned.items():
+            for name in copies.names:
+                key = f"{prefix}{self.adapter_layer_names[0]}.{adapter}.{_key(name)}"
+                if key in state_dict:
+                    live, base = copies[name], _tensor(self.base_layer, name)
+                    device = base.device if live.device.type == "meta" else live.device
+                    state_dict[key] = state_dict[key].to(device=device, dtype=live.dtype)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+    def _move_adapter_to_device_of_base_layer(self, adapter_name: str, device: torch.device | None = None) -> None:
+        """Move an adapter to the base's device. PEFT's own version would also cast it to the base's dtype."""
+        if adapter_name not in self.tuned:
+            return
+        copies = self.tuned[adapter_name]
+        for name in copies.names:
+            target = device or _tensor(self.base_layer, name).device
+            tensor = copies[name]
+            if tensor.device.type != "meta" and tensor.device != target:
+                tensor.data = tensor.data.to(target)
+
+    def __repr__(self) -> str:
+        return "surgical." + super().__repr__()
+
+
+class TunedOwner(TunedModule):
+    """Tunes the parameters that a transformer layer owns itself, e.g. the layer scales of BEiT.
+
+    The layer must keep its class and place, for gradient checkpointing and sharding rely on both. So it is not
+    wrapped: this module becomes its child, and the layer's `forward` is called with the twin as `self`.
+    """
+
+    child_name = "own_tensors"
+
+    def _set_base_layer(self, base_layer: nn.Module) -> None:
+        if "forward" in base_layer.__dict__:
+            raise ValueError(
+                f"The forward of a {type(base_layer).__name__} was replaced on the instance (device_map hooks do so), "
+                "so the parameters that the layer owns itself cannot be tuned. Load the model without device_map, or "
+                "leave them out with exclude_modules."
+            )
+        object.__setattr__(self, "base_layer", base_layer)  # not a child: the layer is the parent
+
+    @classmethod
+    def attach(cls, layer: nn.Module, adapter_name: str, names: Sequence[str], **options: Any) -> TunedOwner:
+        """Make it a child of the layer and route the layer's forward through it."""
+        owner = cls(layer, adapter_name, names, **options)
+        layer.add_module(cls.child_name, owner)
+        layer.__dict__["forward"] = owner.forward
+        return owner
+
+    def detach(self) -> None:
+        """Undo `attach`."""
+        del self.base_layer.__dict__["forward"]
+        delattr(self.base_layer, self.child_name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.disable_adapters and self.merged:
+            self.unmerge()
+        return type(self.base_layer).forward(self._in_use(), *args, **kwargs)
+
+
+def twin(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> nn.Module:
+    """A shallow copy of a module in which the named tensors are others; everything else is shared.
+
+    Args:
+        module: Any module; it is not changed.
+        tensors: Replacements by name, as in `named_parameters()`.
+
+    Example:
+
+        >>> linear = nn.Linear(2, 2)
+        >>> twin(linear, {"bias": torch.zeros(2)}).weight is linear.weight
+        True
+    """
+    copy = object.__new__(type(module))
+    copy.__dict__ = module.__dict__.copy()
+    below: dict[str, dict[str, torch.Tensor]] = {}
+    for name, tensor in tensors.items():
+        child, _, rest = name.partition(".")
+        if rest:
+            below.setdefault(child, {})[rest] = tensor
+            continue
+        table = "_buffers" if name in module._buffers else "_parameters"
+        if copy.__dict__[table] is module.__dict__[table]:
+            copy.__dict__[table] = module.__dict__[table].copy()
+        copy.__dict__[table][name] = tensor
+        if name in module.__dict__:  # FSDP1 shadows a parameter by an attribute of the instance
+            copy.__dict__[name] = tensor
+    if below:
+        copy.__dict__["_modules"] = module._modules.copy()
+        for child, replacements in below.items():
+            copy._modules[child] = twin(module.get_submodule(child), replacements)
+    return copy
+
+
+def _needs_functional_call(module: nn.Module) -> bool:
+    # torch.compile traces functional_call but not the making of a twin; a forward that was replaced on the instance is
+    # bound to the base itself; an RNN keeps a second list of its weights
+    return torch.compiler.is_compiling() or any(
+        "forward" in m.__dict__ or isinstance(m, nn.RNNBase) for m in module.modules()
+    )
+
+
+def _tensor(module: nn.Module, name: str) -> torch.Tensor:
+    path, _, attribute = name.rpartition(".")
+    owner = module.get_submodule(path)
+    return getattr(owner, attribute)
+
+
+def _key(name: str) -> str:
+    """A tensor's name as a key of a module, which may not contain dots."""
+    return name.replace(".", "|")

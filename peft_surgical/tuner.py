@@ -1,0 +1,305 @@
+"""What the tuners of this package have in common: checks, injection of `TunedModule`, switching, unloading."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from peft.tuners.tuners_utils import (
+    BaseTuner,
+    BaseTunerLayer,
+    _check_adapters_not_merged,
+    check_target_module_exists,
+)
+from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper, _get_submodules
+from torch import nn
+from tqdm import tqdm
+
+from peft_surgical.delta import check_base, check_file, check_tensors, describe_base
+from peft_surgical.task_heads import apply_label_settings, head_names, label_settings, resize_heads
+from peft_surgical.tuned_module import TunedModule, TunedOwner
+from peft_surgical.units import innermost_tuned, original_tensor
+
+
+class DeltaTuner(BaseTuner):
+    """Base of `SurgicalModel` and `StratifiedModel`: tuners that give modules copies of their own tensors."""
+
+    tuned_module_cls: type[TunedModule] = TunedModule
+    tuned_owner_cls: type[TunedOwner] = TunedOwner
+    target_module_mapping: dict[str, list[str]] = {}
+
+    # ---- before the model is changed
+
+    def _choose_tensors(self, config: Any, model: nn.Module) -> dict[str, list[str]]:
+        """The tensors that get a copy: their names by the path of the module that owns them."""
+        raise NotImplementedError
+
+    def _prepare_adapter_config(self, peft_config: Any, model_config: dict) -> Any:
+        return peft_config  # no method here has default modules by model type
+
+    def _prepare_model(self, peft_config: Any, model: nn.Module) -> None:
+        """Resolve what the config means on this model, and check what is loaded. Nothing is changed before this."""
+        if not hasattr(self, "_labels_of_base"):
+            self._labels_of_base = label_settings(model)
+        heads = [*(peft_config.modules_to_save or []), *head_names(model, peft_config.task_type)]
+        peft_config.modules_to_save = list(dict.fromkeys(heads)) or None
+        peft_config._units = self._choose_tensors(peft_config, model)
+        peft_config._shared = {}
+        tensors = self._touched_tensors(peft_config, model)
+        if peft_config.base is None:
+            peft_config.base = describe_base(model, tensors)
+            if peft_config.labels is None and head_names(model, peft_config.task_type):
+                peft_config.labels = label_settings(model)
+        elif peft_config.check_base:
+            check_base(peft_config.base, model, tensors)
+        if (file := peft_config.weights_file()) is not None:
+            expected, complete = self._expected_tensors(peft_config, model)
+            check_file(file, expected, complete=complete)
+
+    def _touched_tensors(self, config: Any, model: nn.Module) -> dict[str, torch.Tensor]:
+        """The base's original values of the tensors that the adapter changes, by name."""
+        return {
+            f"{path}.{name}": original_tensor(model.get_submodule(path), name)
+            for path, names in config._units.items()
+            for name in names
+        }
+
+    def _expected_tensors(self, config: Any, model: nn.Module) -> tuple[dict[str, torch.Size], bool]:
+        """The shapes in the adapter's file, and whether these are all of them."""
+        container = self.tuned_module_cls.adapter_layer_names[0]
+        shapes = {}
+        for path, names in config._units.items():
+            module = model.get_submodule(path)
+            own = f".{TunedOwner.child_name}" if path in config._owners else ""
+            for name in names:
+                key = f"base_model.model.{path}{own}.{container}.{name.replace('.', '|')}"
+                shapes[key] = original_tensor(module, name).shape
+        return shapes, False
+
+    # ---- changing the model
+
+    @staticmethod
+    def _check_target_module_exists(peft_config: Any, key: str) -> Any:
+        if key in peft_config._units:
+            return True
+        if peft_config.target_modules is None and not peft_config.exclude_modules:
+            return False
+        found = check_target_module_exists(_Matching.of(peft_config), key)
+        return found if found is not True and not found else False  # keeps PEFT's marker of an excluded module
+
+    def _create_and_replace(  # type: ignore[override]
+        self,
+        peft_config: Any,
+        adapter_name: str,
+        target: nn.Module,
+        target_name: str,
+        parent: nn.Module,
+        current_key: str,
+        **kwargs: Any,
+    ) -> None:
+        names = peft_config._units.get(current_key)
+        if names is None:
+            raise ValueError(
+                f"The weights have tensors for {current_key!r}, which the adapter's configuration does not choose."
+            )
+        options = {
+            "init_weights": getattr(peft_config, "init_weights", True) is not False,
+            "inference_mode": peft_config.inference_mode,
+            "shared": peft_config._shared,
+        }
+        is_owner = current_key in peft_config._owners
+        tuned: Any = target._modules.get(TunedOwner.child_name) if is_owner else innermost_tuned(target)
+        if tuned is not None:
+            tuned.update_layer(adapter_name, names, **options)
+        elif is_owner:
+            tuned = self.tuned_owner_cls.attach(target, adapter_name, names, **options)
+        elif isinstance(target, BaseTunerLayer):  # another kind of adapter is outside, and stays there
+            tuned = self.tuned_module_cls(target.base_layer, adapter_name, names, **options)  # type: ignore[arg-type, attr-defined]
+            target.base_layer = tuned  # type: ignore[attr-defined]
+        else:
+            tuned = self.tuned_module_cls(target, adapter_name, names, **options)
+            setattr(parent, target_name, tuned)
+        if adapter_name not in self.active_adapters:
+            tuned.tuned[adapter_name].requires_grad_(False)
+        tuned.set_adapter(self.active_adapters, inference_mode=peft_config.inference_mode)
+
+    def inject_adapter(self, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
+        super().inject_adapter(model, adapter_name, *args, **kwargs)
+        config: Any = self.peft_config[adapter_name]
+        config._shared = {}
+        if config.labels and self._labels_of_base:
+            resize_heads(model, adapter_name, config.labels["num_labels"], self._labels_of_base["num_labels"])
+        self._sync_labels()
+
+    def _check_target_module_compatiblity(self, peft_config: Any, model: nn.Module, target_name: str) -> None:
+        """PEFT's warning is about LoRA on Mamba's projections; copies of whole tensors have no such limit."""
+
+    # ---- switching, disabling, deleting
+
+    def set_adapter(self, adapter_name: str | list[str], inference_mode: bool = False) -> None:
+        super().set_adapter(adapter_name, inference_mode=inference_mode)
+        self._sync_labels()
+
+    def _enable_adapter_layers(self, enabled: bool = True) -> None:
+        super()._enable_adapter_layers(enabled)
+        self._sync_labels(enabled)
+
+    def _sync_labels(self, enabled: bool = True) -> None:
+        """Let the model's config tell of the labels of the active adapter, or of the base's own."""
+        settings = self._labels_of_base
+        if enabled:
+            for name in self.active_adapters:
+                settings = getattr(self.peft_config.get(name), "labels", None) or settings
+        apply_label_settings(self.model, settings)
+
+    def delete_adapter(self, adapter_name: str) -> None:
+        """Delete an adapter. If it was the active one, the oldest remaining adapter becomes active on all modules."""
+        if adapter_name not in self.peft_config:
+            raise ValueError(f"Adapter {adapter_name} does not exist. Adapters: {', '.join(self.peft_config)}.")
+        _check_adapters_not_merged(self.model, adapter_name)
+        was_active = adapter_name in self.active_adapters
+        remaining = [name for name in self.active_adapters if name != adapter_name]
+        del self.peft_config[adapter_name]
+        if was_active and not remaining:
+            remaining = list(self.peft_config)[:1]
+            if remaining:
+                warnings.warn(
+                    f"Adapter {adapter_name} was active which is now deleted. Setting active adapter to "
+                    f"{remaining[0]}.",
+                    stacklevel=2,
+                )
+        if was_active:
+            self.set_adapter(remaining)
+        for module in list(self.model.modules()):
+            if isinstance(module, BaseTunerLayer):
+                for attribute in module.adapter_layer_names + module.other_param_names:
+                    table = getattr(module, attribute)
+                    if adapter_name in table:
+                        del table[adapter_name]
+            elif isinstance(module, AuxiliaryTrainingWrapper):
+                module.delete_adapter(adapter_name, new_active_adapters=list(self.active_adapters))
+
+    def train(self, mode: bool = True):
+        """As in `nn.Module`, except that running statistics of frozen modules do not move in training."""
+        super().train(mode)
+        if mode:
+            for module in self.model.modules():
+                if isinstance(module, TunedModule):
+                    module.base_layer.train(mode)
+            for module in frozen_statistics(self.model):
+                module.eval()
+        return self
+
+    # ---- unloading
+
+    def _unload_and_optionally_merge(
+        self,
+        merge: bool = True,
+        progressbar: bool = False,
+        safe_merge: bool = False,
+        adapter_names: list[str] | None = None,
+    ) -> Any:
+        if merge:
+            self._check_merge_allowed()
+        wrapped = [
+            (name, module)
+            for name, module in self.model.named_modules()
+            if isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper))
+        ]
+        for _, module in wrapped:
+            if isinstance(module, BaseTunerLayer):
+                if merge:
+                    module.merge(safe_merge=safe_merge, adapter_names=adapter_names)
+                elif module.merged:
+                    module.unmerge()
+        done: list[str] = []
+        for name, module in tqdm(wrapped, disable=not progressbar, desc="Unloading"):
+            if any(name.startswith(f"{outer}.") for outer in done):
+                continue
+            done.append(name)
+            if isinstance(module, TunedOwner):
+                module.detach()
+                continue
+            parent, _, child_name = _get_submodules(self.model, name)
+            if isinstance(module, AuxiliaryTrainingWrapper):
+                plain = module.unload_and_optionally_merge_module(
+                    merge=merge, safe_merge=safe_merge, adapter_names=adapter_names
+                )
+            else:
+                plain = module.get_base_layer()
+            setattr(parent, child_name, plain)
+        if hasattr(self.model, "peft_config"):
+            del self.model.peft_config
+        return self.model
+
+    # ---- saving and loading
+
+    @classmethod
+    def _get_adapter_state_dict(cls, model, config, adapter_name, state_dict, unwanted_adapter_names):
+        found = super()._get_adapter_state_dict(model, config, adapter_name, state_dict, unwanted_adapter_names)
+        expected = _live_shapes(cls, model, adapter_name)
+        heads = {name: tensor for name, tensor in state_dict.items() if name in expected}
+        shapes = {name: torch.Size(tensor.shape) for name, tensor in {**found, **heads}.items() if name in expected}
+        check_tensors(shapes, expected, source=f"The state of adapter {adapter_name!r}")
+        return found
+
+    @classmethod
+    def _remap_adapter_state_dict_for_load(cls, model, config, adapter_name, state_dict):
+        remapped = super()._remap_adapter_state_dict_for_load(model, config, adapter_name, state_dict)
+        shapes = {name: torch.Size(tensor.shape) for name, tensor in remapped.items()}
+        check_tensors(shapes, _live_shapes(cls, model, adapter_name), source=f"The state for adapter {adapter_name!r}")
+        return remapped
+
+
+@dataclass
+class _Matching:
+    """The fields of a config that PEFT's matching of names reads."""
+
+    target_modules: Any
+    exclude_modules: Any
+    modules_to_save: Any
+    target_parameters: Any = None
+    layers_to_transform: Any = None
+    layers_pattern: Any = None
+
+    @classmethod
+    def of(cls, config: Any) -> _Matching:
+        return cls(config.target_modules or [], config.exclude_modules, config.modules_to_save)
+
+
+def frozen_statistics(model: nn.Module) -> Iterator[nn.Module]:
+    """The modules with running statistics that no active adapter tunes; the base's statistics must not move."""
+    tuned: set[int] = set()
+    for module in model.modules():
+        if isinstance(module, TunedModule) and any(a in module.tuned for a in module.active_adapters):
+            tuned.update(id(m) for m in module.base_layer.modules())
+        elif isinstance(module, ModulesToSaveWrapper):
+            tuned.update(id(m) for m in module.modules_to_save.modules())
+    for module in model.modules():
+        if getattr(module, "running_mean", None) is not None and id(module) not in tuned:
+            if not isinstance(module, (TunedModule, AuxiliaryTrainingWrapper)):
+                yield module
+
+
+def _live_shapes(tuner_cls: type[BaseTuner], model: nn.Module, adapter_name: str) -> dict[str, torch.Size]:
+    """The shapes of all tensors of an adapter in a model, head included, by their names in the model."""
+    shapes: dict[str, torch.Size] = {}
+    for path, module in model.named_modules():
+        tables: Mapping[str, Any] = {}
+        if isinstance(module, BaseTunerLayer):
+            tables = {name: getattr(module, name) for name in module.adapter_layer_names}
+        elif isinstance(module, ModulesToSaveWrapper):
+            tables = {"modules_to_save": module.modules_to_save}
+        for name, table in tables.items():
+            if adapter_name not in table:
+                continue
+            entry = table[adapter_name]
+            prefix = f"{path}.{name}.{adapter_name}".removeprefix("_fsdp_wrapped_module.")
+            if isinstance(entry, nn.Module):
+                shapes.update({f"{prefix}.{key}": value.shape for key, value in entry.state_dict().items()})
+            else:
+                shapes[prefix] = entry.shape
+    return shapes

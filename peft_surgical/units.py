@@ -1,0 +1,82 @@
+"""The modules that can be tuned as a whole, and the base's own tensors behind the wrappers of adapters."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import AuxiliaryTrainingWrapper
+from torch import nn
+
+from peft_surgical.tuned_module import TunedModule, TunedOwner
+
+
+def units(path: str, module: nn.Module) -> Iterator[tuple[str, list[str]]]:
+    """The outermost modules in a module that own tensors, with the names of all tensors in them.
+
+    A module that owns parameters directly may use its children's weights without calling them (`nn.MultiheadAttention`
+    does), so it is taken as a whole.
+    """
+    inner = bottom(module)
+    if own_tensor_names(inner) or any(_is_uncallable(child) for child in inner.children()):
+        yield path, tensor_names(inner)
+    else:
+        for name, child in inner.named_children():
+            if not isinstance(child, AuxiliaryTrainingWrapper):
+                yield from units(f"{path}.{name}", child)
+
+
+def bottom(module: nn.Module) -> nn.Module:
+    """The module inside the wrappers of adapters."""
+    return module.get_base_layer() if isinstance(module, BaseTunerLayer) else module
+
+
+def innermost_tuned(module: Any) -> TunedModule | None:
+    """The `TunedModule` among the wrappers of adapters around a module."""
+    while not isinstance(module, TunedModule):
+        if not isinstance(module, BaseTunerLayer):
+            return None
+        module = getattr(module, "base_layer")  # noqa: B009
+    return module
+
+
+def original_tensor(module: nn.Module, name: str) -> torch.Tensor:
+    """The base's own value of a module's tensor, whatever adapters are around it or merged into it."""
+    tuned = innermost_tuned(module) or module._modules.get(TunedOwner.child_name)
+    if isinstance(tuned, TunedModule):
+        return tuned.original(name)
+    inner = bottom(module)
+    path, _, attribute = name.rpartition(".")
+    return getattr(inner.get_submodule(path), attribute)
+
+
+def tensor_names(module: nn.Module) -> list[str]:
+    """The names of all parameters and persistent buffers of a module: what makes up its state."""
+    persistent = module.state_dict(keep_vars=True)
+    parameters = [name for name, _ in module.named_parameters()]
+    return parameters + [name for name, _ in module.named_buffers() if name in persistent]
+
+
+def own_tensor_names(module: nn.Module) -> list[str]:
+    """The names of the parameters and persistent buffers that a module holds itself, not through its children."""
+    buffers = [name for name in module._buffers if module._buffers[name] is not None]
+    persistent = [name for name in buffers if name not in module._non_persistent_buffers_set]
+    return [name for name, p in module._parameters.items() if p is not None] + persistent
+
+
+def matches_any(path: str, names: Sequence[str] | None) -> bool:
+    """Whether a module is, or lies in, one that PEFT's `modules_to_save` means by these names."""
+    parts = path.split(".")
+    return any(
+        re.fullmatch(rf"(.*\.)?{re.escape(n)}", ".".join(parts[: i + 1]))
+        for n in names or []
+        for i in range(len(parts))
+    )
+
+
+def _is_uncallable(module: nn.Module) -> bool:
+    """Whether a module only holds parameters (`nn.ParameterList`), which its parent reads."""
+    return bool(own_tensor_names(module)) and isinstance(module, (nn.ParameterList, nn.ParameterDict))
