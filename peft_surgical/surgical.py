@@ -89,12 +89,6 @@ class SurgicalConfig(DeltaConfig):
             raise ValueError("ranking needs top_k=...: how many of its layers to tune.")
         if self.top_k is not None and (not isinstance(self.top_k, int) or self.top_k < 1):
             raise ValueError(f"top_k={self.top_k!r} must be a whole number of layers, 1 or more.")
-        # an empty target_modules is PEFT's way to say "none", from a config whose layers say all
-        if self.layers is None and self.ranking is None and not self.target_modules:
-            raise ValueError(
-                "SurgicalConfig does not say what to tune. Give layers=[...] (or 'last:3', ...), or ranking=... with "
-                "top_k=..., or target_modules=[...]."
-            )
 
 
 class SurgicalModel(DeltaTuner):
@@ -105,6 +99,11 @@ class SurgicalModel(DeltaTuner):
 
     def _choose_tensors(self, config: SurgicalConfig, model: nn.Module) -> dict[str, list[str]]:
         layers = self._choose_layers(config, model)
+        if not layers and not config.target_modules:
+            raise ValueError(
+                "SurgicalConfig does not say what to tune. Give layers=[...] (or 'last:3', ...), or ranking=... with "
+                "top_k=..., or target_modules=[...]."
+            )
         if isinstance(config.target_modules, str) and config.target_modules == "all-linear":
             _maybe_include_all_linear_layers(config, model)
         config._owners = set()

@@ -9,12 +9,14 @@ behind.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from typing import Any, cast
 
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer, check_adapters_to_merge
 from torch import nn
+
+from peft_surgical.mixed_batch import forward_by_rows
 
 
 class TunedTensors(nn.Module):
@@ -129,22 +131,35 @@ class TunedModule(nn.Module, BaseTunerLayer):
 
     # ---- computing
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: Any, adapter_names: Sequence[str] | None = None, **kwargs: Any) -> Any:
         if self.disable_adapters and self.merged:
             self.unmerge()
-        tensors = self.active_tensors()
-        if not tensors:
-            return self.base_layer(*args, **kwargs)
-        if _needs_functional_call(self.base_layer):
-            return torch.func.functional_call(self.base_layer, tensors, args, kwargs)
-        return twin(self.base_layer, tensors)(*args, **kwargs)
+        if adapter_names is not None and not self.disable_adapters:
+            return forward_by_rows(self, adapter_names, args, kwargs)
+        return self.module_in_use()(*args, **kwargs)
 
-    def active_tensors(self) -> dict[str, torch.Tensor]:
-        """The tensors that stand in for the base's at present, in the base's dtype; empty if the base's are used."""
+    def module_in_use(self) -> Any:
+        """What computes at present: the active adapters' twin, or the base."""
         if self.disable_adapters or self.merged:
-            return {}
-        adapters = [name for name in self.active_adapters if name in self.tuned]
-        return self.tensors_of(adapters) if adapters else {}
+            return self.base_layer
+        return self.module_for(self.active_adapters)
+
+    def module_for(self, adapters: Iterable[str]) -> Callable[..., Any]:
+        """What computes when these adapters are active; the base for those that do not tune this module."""
+        present = [name for name in adapters if name in self.tuned]
+        if not present:
+            return self.base_layer
+        tensors = self.tensors_of(present)
+        if self._needs_functional_call():
+            return FunctionalModule(self.base_layer, tensors)
+        return twin(self.base_layer, tensors)
+
+    def _needs_functional_call(self) -> bool:
+        # torch.compile traces functional_call but not the making of a twin; a forward that was replaced on the
+        # instance is bound to the base itself; an RNN keeps a second list of its weights
+        return torch.compiler.is_compiling() or any(
+            "forward" in m.__dict__ or isinstance(m, nn.RNNBase) for m in self.base_layer.modules()
+        )
 
     def tensors_of(self, adapters: Sequence[str]) -> dict[str, torch.Tensor]:
         """What the module computes with when these adapters are active, in the base's dtype."""
@@ -184,11 +199,11 @@ class TunedModule(nn.Module, BaseTunerLayer):
 
     @property
     def weight(self) -> torch.Tensor:
-        return cast(torch.Tensor, self._in_use().weight)
+        return self.module_in_use().weight
 
     @property
     def bias(self) -> torch.Tensor:
-        return cast(torch.Tensor, self._in_use().bias)
+        return self.module_in_use().bias
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -197,11 +212,7 @@ class TunedModule(nn.Module, BaseTunerLayer):
             # what accelerate hangs on a module belongs to the base alone
             if name == "base_layer" or "_modules" not in self.__dict__ or name.startswith(("__", "_hf_", "_old_")):
                 raise
-        return getattr(self._in_use(), name)
-
-    def _in_use(self) -> nn.Module:
-        tensors = self.active_tensors()
-        return twin(self.base_layer, tensors) if tensors else self.base_layer
+        return getattr(self.module_in_use(), name)
 
     # ---- merging
 
@@ -301,10 +312,13 @@ class TunedOwner(TunedModule):
         del self.base_layer.__dict__["forward"]
         delattr(self.base_layer, self.child_name)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: Any, adapter_names: Sequence[str] | None = None, **kwargs: Any) -> Any:
         if self.disable_adapters and self.merged:
             self.unmerge()
-        return type(self.base_layer).forward(self._in_use(), *args, **kwargs)
+        return type(self.base_layer).forward(self.module_in_use(), *args, **kwargs)
+
+    def _needs_functional_call(self) -> bool:
+        return False  # it would call the layer's forward, which comes here
 
 
 def twin(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> nn.Module:
@@ -341,12 +355,17 @@ def twin(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> nn.Module:
     return copy
 
 
-def _needs_functional_call(module: nn.Module) -> bool:
-    # torch.compile traces functional_call but not the making of a twin; a forward that was replaced on the instance is
-    # bound to the base itself; an RNN keeps a second list of its weights
-    return torch.compiler.is_compiling() or any(
-        "forward" in m.__dict__ or isinstance(m, nn.RNNBase) for m in module.modules()
-    )
+class FunctionalModule:
+    """A module that computes with other tensors where a twin will not do."""
+
+    def __init__(self, module: nn.Module, tensors: Mapping[str, torch.Tensor]):
+        self.module, self.tensors = module, dict(tensors)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return torch.func.functional_call(self.module, self.tensors, args, kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return self.tensors[name] if name in self.tensors else getattr(self.module, name)
 
 
 def _tensor(module: nn.Module, name: str) -> torch.Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch import nn
 from tqdm import tqdm
 
 from peft_surgical.delta import check_base, check_file, check_tensors, describe_base
+from peft_surgical.mixed_batch import adapter_names_in_forward
 from peft_surgical.task_heads import apply_label_settings, head_names, label_settings, resize_heads
 from peft_surgical.tuned_module import TunedModule, TunedOwner
 from peft_surgical.units import innermost_tuned, original_tensor
@@ -171,14 +173,19 @@ class DeltaTuner(BaseTuner):
                     f"{remaining[0]}.",
                     stacklevel=2,
                 )
-        if was_active:
+        if was_active and remaining:
             self.set_adapter(remaining)
+        elif was_active:
+            self.active_adapter = []
+            self._sync_labels()
         for module in list(self.model.modules()):
             if isinstance(module, BaseTunerLayer):
                 for attribute in module.adapter_layer_names + module.other_param_names:
                     table = getattr(module, attribute)
                     if adapter_name in table:
                         del table[adapter_name]
+                if was_active and not remaining:
+                    module.set_adapter([])
             elif isinstance(module, AuxiliaryTrainingWrapper):
                 module.delete_adapter(adapter_name, new_active_adapters=list(self.active_adapters))
 
@@ -192,6 +199,17 @@ class DeltaTuner(BaseTuner):
             for module in frozen_statistics(self.model):
                 module.eval()
         return self
+
+    @contextmanager
+    def _enable_peft_forward_hooks(self, *args: Any, **kwargs: Any) -> Iterator[None]:
+        """Called by PEFT around forward and generate; serves batches whose rows belong to different adapters."""
+        names = kwargs.get("adapter_names")
+        if names is None:
+            yield
+            return
+        beams = kwargs.get("num_beams") or 1
+        with adapter_names_in_forward(self, names, [*args, *kwargs.values()], beams):
+            yield
 
     # ---- unloading
 
