@@ -142,7 +142,7 @@ class PendingSquares:
         from peft_surgical import fisher_triton
 
         job, kind = fisher_triton.make_job(out, grad_outputs, inputs, lengths, self.precision)
-        if any(waiting.out is out for waiting in self._products.get(kind, [])):
+        if any(waiting.out.data_ptr() == out.data_ptr() for waiting in self._products.get(kind, [])):
             self._launch(kind)  # within a launch a result belongs to one job
         jobs = self._products.setdefault(kind, [])
         jobs.append(job)
@@ -153,7 +153,10 @@ class PendingSquares:
         """Add `sum_n g[n] ** 2` to `out`, for per-sample gradients g, (N, *shape of out)."""
         if gradients.shape[1:] != out.shape:
             raise ValueError(f"gradients of shape {tuple(gradients.shape)} are not (N, *{tuple(out.shape)}).")
-        self._gradients.append((out, gradients.flatten(1)))
+        if gradients.numel() > _CHUNK_ELEMENTS:  # worth a launch of its own, and too large to be kept
+            out.add_(gradients.to(out.dtype).square().sum(0))
+        else:
+            self._gradients.append((out, gradients.flatten(1)))
 
     def flush(self) -> None:
         """Finish everything that waits."""
