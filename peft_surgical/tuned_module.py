@@ -126,8 +126,8 @@ class TunedModule(nn.Module, BaseTunerLayer):
                 copies[name] = shared[id(base)]
             else:
                 copies[name] = value.clone()
-        self.tuned[adapter_name] = TunedTensors(copies).train(self.training)
-        self.set_adapter(self.active_adapters, inference_mode=inference_mode)
+        entry = TunedTensors(copies).train(self.training)
+        self.tuned[adapter_name] = entry.requires_grad_(adapter_name in self.active_adapters and not inference_mode)
 
     # ---- computing
 
@@ -172,10 +172,11 @@ class TunedModule(nn.Module, BaseTunerLayer):
             return self._combine(copies)
         # outside training a cast or a sum is paid for once per switch; the versions tell when a copy was written to
         stamp = tuple((id(t), t._version, t.data_ptr()) for ts in copies.values() for t in ts)
-        if self._cast[0] != stamp:
+        kept = self._cast
+        if kept[0] != stamp:
             with torch.inference_mode(False), torch.no_grad():
-                self._cast = (stamp, self._combine(copies))
-        return self._cast[1]
+                kept = self._cast = (stamp, self._combine(copies))
+        return kept[1]
 
     def _names(self, adapters: Iterable[str]) -> list[str]:
         return list(dict.fromkeys(name for a in adapters for name in self.tuned[a].names))
@@ -187,8 +188,8 @@ class TunedModule(nn.Module, BaseTunerLayer):
             if len(tensors) == 1 or not base.is_floating_point():
                 combined[name] = tensors[-1].to(base.dtype)
             else:
-                start = base.detach().float()
-                combined[name] = (start + sum(t.float() - start for t in tensors)).to(base.dtype)
+                start = base.detach().to(torch.promote_types(base.dtype, torch.float32))
+                combined[name] = (start + sum(t.to(start.dtype) - start for t in tensors)).to(base.dtype)
         return combined
 
     def original(self, name: str) -> torch.Tensor:

@@ -21,6 +21,7 @@ from tqdm import tqdm
 
 from peft_surgical.delta import check_base, check_file, check_tensors, describe_base
 from peft_surgical.mixed_batch import adapter_names_in_forward
+from peft_surgical.report import TuningReport, tuning_report
 from peft_surgical.task_heads import apply_label_settings, head_names, label_settings, resize_heads
 from peft_surgical.tuned_module import TunedModule, TunedOwner
 from peft_surgical.units import innermost_tuned, original_tensor
@@ -124,9 +125,11 @@ class DeltaTuner(BaseTuner):
         else:
             tuned = self.tuned_module_cls(target, adapter_name, names, **options)
             setattr(parent, target_name, tuned)
-        if adapter_name not in self.active_adapters:
-            tuned.tuned[adapter_name].requires_grad_(False)
-        tuned.set_adapter(self.active_adapters, inference_mode=peft_config.inference_mode)
+        # a module that was wrapped just now has the new adapter active, which the tuner may not
+        tuned.tuned[adapter_name].requires_grad_(
+            adapter_name in self.active_adapters and not peft_config.inference_mode
+        )
+        tuned._active_adapter = list(self.active_adapters)
 
     def inject_adapter(self, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
         super().inject_adapter(model, adapter_name, *args, **kwargs)
@@ -193,9 +196,6 @@ class DeltaTuner(BaseTuner):
         """As in `nn.Module`, except that running statistics of frozen modules do not move in training."""
         super().train(mode)
         if mode:
-            for module in self.model.modules():
-                if isinstance(module, TunedModule):
-                    module.base_layer.train(mode)
             for module in frozen_statistics(self.model):
                 module.eval()
         return self
@@ -210,6 +210,10 @@ class DeltaTuner(BaseTuner):
         beams = kwargs.get("num_beams") or 1
         with adapter_names_in_forward(self, names, [*args, *kwargs.values()], beams):
             yield
+
+    def tuning_report(self) -> TuningReport:
+        """What is trained at present, layer by layer, and how far down the backward pass goes."""
+        return tuning_report(self.model)
 
     # ---- unloading
 
