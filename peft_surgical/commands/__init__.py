@@ -1,0 +1,1 @@
+"""The commands of `peft-surgical`, one per file."""

@@ -1,0 +1,235 @@
+"""One run of training on transformers' Trainer: rank, tune, choose, measure and save."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from accelerate import PartialState
+from datasets import Dataset
+from torch import nn
+from transformers import TrainerCallback
+
+from peft_surgical.layers import find_stacks
+from peft_surgical.ranking import LayerRanking
+from peft_surgical.training.folder import (
+    CHECKPOINTS,
+    METRICS_FILE,
+    RANKING_FILE,
+    check_folder,
+    newest_checkpoint,
+    open_folder,
+    write_json,
+)
+from peft_surgical.training.job import TrainingJob
+from peft_surgical.training.methods import METHODS
+from peft_surgical.training.metrics import METRICS
+from peft_surgical.training.model_card import write_model_card
+from peft_surgical.training.prepare import max_length, prepare, rank
+from peft_surgical.training.tasks import encode
+from peft_surgical.training.trainer import make_trainer, training_arguments
+
+
+class TrainingRun:
+    """One run of a job, step by step: `rank`, `fit`, `finish`. `train` takes all of them.
+
+    Args:
+        job: What to do.
+        resume: Go on from the newest complete checkpoint in the job's folder, if there is one.
+        overwrite: Empty the job's folder first.
+        callbacks: Callbacks for the Trainer, to show progress.
+
+    Raises:
+        ValueError: The job's folder is not empty, or holds another job; or the data or the model cannot be read.
+    """
+
+    def __init__(
+        self,
+        job: TrainingJob,
+        *,
+        resume: bool = False,
+        overwrite: bool = False,
+        callbacks: Sequence[TrainerCallback] = (),
+    ):
+        self.job = job
+        self.folder = Path(job.output)
+        self.callbacks = callbacks
+        self.resume = resume
+        check_folder(job, resume=resume, overwrite=overwrite)
+        self.prepared = prepare(job)
+        self.metric = job.metric or METRICS[self.prepared.task.kind][0]
+        allowed = (*METRICS[self.prepared.task.kind], "loss")
+        if self.metric not in allowed:
+            raise ValueError(
+                f"--metric {self.metric}: for {self.prepared.task.kind} allowed are {', '.join(allowed)}."
+            )
+        self.total_parameters = sum(p.numel() for p in self.prepared.model.parameters())
+        self.ranking: LayerRanking | None = None
+        self.seconds: dict[str, float] = {}
+        if PartialState().is_main_process:
+            open_folder(job, overwrite=overwrite)
+        PartialState().wait_for_everyone()
+
+    def rank(self, *, progress: bool = True) -> LayerRanking | None:
+        """Rank the layers, read the ranking the job names, or none where the method needs none.
+
+        Args:
+            progress: Whether to show progress.
+
+        Returns:
+            The ranking, also kept in the job's folder.
+        """
+        if not self.job.needs_ranking:
+            return None
+        file = self.folder / RANKING_FILE
+        started = time.perf_counter()
+        if self.job.ranking or (self.resume and file.exists()):
+            self.ranking = LayerRanking.load(self.job.ranking or str(file))
+        else:
+            self.ranking = rank(self.prepared, self.job, progress=progress)
+            self.seconds["rank"] = time.perf_counter() - started
+        PartialState().wait_for_everyone()  # none may find the file before it is written by the first
+        if PartialState().is_main_process:
+            self.ranking.save(str(file))
+        return self.ranking
+
+    def fit(self) -> None:
+        """Train, with a checkpoint after each epoch, and end with the best one."""
+        started = time.perf_counter()
+        prepared = self.prepared
+        adapt = METHODS[self.job.method].adapt
+        self.model = adapt(prepared.model, self.job, self.ranking, prepared.head)
+        self.trainer = make_trainer(
+            self.model,
+            training_arguments(self.job, len(prepared.train), self.metric if prepared.parts.selection else None),
+            prepared.collator,
+            train_dataset=prepared.train,
+            eval_dataset=self._encode(prepared.parts.selection),
+            callbacks=[*self.callbacks],
+        )
+        checkpoint = newest_checkpoint(self.folder / CHECKPOINTS) if self.resume else None
+        self.trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+        self.seconds["train"] = time.perf_counter() - started
+
+    def finish(self) -> dict[str, Any]:
+        """Measure on the evaluation rows, save the model, `metrics.json` and the model card.
+
+        Returns:
+            What is in `metrics.json`.
+        """
+        started = time.perf_counter()
+        evaluation = self._encode(self.prepared.parts.evaluation)
+        measured = _measured(self.trainer.evaluate(evaluation, metric_key_prefix="final"), "final_")
+        self.seconds["evaluate"] = time.perf_counter() - started
+        self.trainer.save_model(str(self.folder))
+        results = self._results(measured)
+        if self.trainer.is_world_process_zero():
+            if self.job.method == "full":
+                self.prepared.tokenizer.save_pretrained(self.folder)
+            (self.folder / "training_args.bin").unlink(missing_ok=True)
+            write_model_card(self.folder, self.job, self.prepared.parts, results, self.ranking)
+            write_json(self.folder / METRICS_FILE, results)
+            if not self.job.keep_checkpoints:
+                shutil.rmtree(self.folder / CHECKPOINTS, ignore_errors=True)
+        PartialState().wait_for_everyone()
+        return results
+
+    def _encode(self, rows: Dataset | None) -> Dataset | None:
+        length = max_length(self.job, self.prepared.tokenizer, self.prepared.model)
+        return None if rows is None else encode(rows, self.prepared.tokenizer, length)
+
+    def _results(self, measured: dict[str, float]) -> dict[str, Any]:
+        parts, task, state = self.prepared.parts, self.prepared.task, self.trainer.state
+        selection = None
+        if parts.selection is not None:
+            selection = {
+                "rows": parts.selection_name,
+                "samples": len(parts.selection),
+                "metric": self.metric,
+                "best": state.best_metric,
+                "best_step": _best_step(state),
+            }
+        return {
+            "method": self.job.method,
+            "layers": tuned_layers(self.model),
+            "task": {
+                "kind": task.kind,
+                "text_columns": task.text_columns,
+                "label_column": task.label_column,
+                "labels": task.labels,
+            },
+            "metric": self.metric,
+            "evaluation": {"rows": parts.evaluation_name, "samples": len(parts.evaluation), **measured},
+            "selection": selection,
+            "training": {"rows": parts.train_name, "samples": len(parts.train), "steps": state.global_step},
+            "parameters": {
+                "total": self.total_parameters,
+                "trained": sum(p.numel() for p in self.model.parameters() if p.requires_grad),
+            },
+            "files": {file.name: file.stat().st_size for file in sorted(self.folder.glob("*.safetensors"))},
+            "seconds": {name: round(value, 2) for name, value in self.seconds.items()},
+            "history": _history(state.log_history),
+            "versions": versions(),
+        }
+
+
+def train(job: TrainingJob, *, resume: bool = False, overwrite: bool = False) -> dict[str, Any]:
+    """Run a job: rank the layers if need be, tune, choose the best checkpoint, measure and save.
+
+    Args:
+        job: What to do.
+        resume: Go on from the newest complete checkpoint in the job's folder, if there is one.
+        overwrite: Empty the job's folder first.
+
+    Returns:
+        The content of `metrics.json`.
+
+    Raises:
+        ValueError: See `TrainingRun`.
+    """
+    run = TrainingRun(job, resume=resume, overwrite=overwrite)
+    run.rank()
+    run.fit()
+    return run.finish()
+
+
+def tuned_layers(model: nn.Module) -> dict[str, list[int]]:
+    """The layers with anything that is trained, by stack."""
+    stacks = {
+        stack.name: [layer.index for layer in stack.layers if any(p.requires_grad for p in layer.module.parameters())]
+        for stack in find_stacks(model).values()
+    }
+    return {name: layers for name, layers in stacks.items() if layers}
+
+
+def versions() -> dict[str, str]:
+    """The versions of what took part."""
+    return {
+        name: version(name) for name in ("peft-surgical", "torch", "transformers", "peft", "accelerate", "datasets")
+    }
+
+
+def _measured(metrics: dict[str, float], prefix: str) -> dict[str, float]:
+    skip = ("runtime", "samples_per_second", "steps_per_second", "model_preparation_time")
+    names = {key.removeprefix(prefix): value for key, value in metrics.items() if key.startswith(prefix)}
+    return {name: value for name, value in names.items() if name not in skip}
+
+
+def _best_step(state: Any) -> int | None:
+    return int(state.best_model_checkpoint.rpartition("-")[2]) if state.best_model_checkpoint else None
+
+
+def _history(log: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One row per epoch: the training loss, and the metrics on the selection rows."""
+    epochs: dict[int, dict[str, Any]] = {}
+    for entry in log:
+        if "loss" in entry or "eval_loss" in entry:
+            row = epochs.setdefault(entry["step"], {"epoch": entry["epoch"], "step": entry["step"]})
+            if "loss" in entry:
+                row["train_loss"] = entry["loss"]
+            row.update(_measured(entry, "eval_"))
+    return [*epochs.values()]

@@ -1,0 +1,243 @@
+"""Labelled text as a task: one or two texts in, a class or a number out, whatever the columns are called."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from datasets import ClassLabel, Dataset, Features, Value
+
+from peft_surgical.training.splits import find_split
+
+
+logger = logging.getLogger(__name__)
+
+Kind = Literal["classification", "regression"]
+
+TEXT_PAIRS = (
+    ("sentence1", "sentence2"),
+    ("premise", "hypothesis"),
+    ("question", "sentence"),
+    ("question", "passage"),
+    ("question1", "question2"),
+    ("text1", "text2"),
+    ("text", "text_pair"),
+)
+TEXTS = ("text", "sentence", "content")
+LABELS = ("label", "labels", "target", "class")
+MOST_CLASSES_FROM_NUMBERS = 50
+
+
+@dataclass(frozen=True)
+class Task:
+    """A labelled text task, read and put into one form.
+
+    Args:
+        kind: `"classification"` or `"regression"`.
+        text_columns: The one or two columns of the data that hold the text.
+        label_column: The column of the data that holds the label.
+        labels: Names of the classes in the order of their ids; empty for regression.
+        unused_columns: Text columns of the data that the task does not read.
+        splits: Data sets with the columns `text`, for two texts also `text_pair`, and `labels`. Rows without a label
+            are left out, and so are splits without any.
+    """
+
+    kind: Kind
+    text_columns: tuple[str, ...]
+    label_column: str
+    labels: tuple[str, ...]
+    unused_columns: tuple[str, ...]
+    splits: Mapping[str, Dataset]
+
+    def split(self, name: str) -> Dataset:
+        """The rows of a split.
+
+        Raises:
+            ValueError: There is no such split, or none of its rows has a label. The message lists the splits.
+        """
+        if name not in self.splits:
+            raise ValueError(
+                f"There are no labelled rows called {name!r}; the splits with labels are: {[*self.splits]}."
+            )
+        return self.splits[name]
+
+
+def make_task(
+    splits: Mapping[str, Dataset],
+    *,
+    text_columns: Sequence[str] = (),
+    label_column: str | None = None,
+    kind: Kind | None = None,
+    labels: Sequence[str] = (),
+) -> Task:
+    """Find out what the columns of labelled text mean, and bring all splits into one form.
+
+    Args:
+        splits: The raw data sets by split name, all with the same columns (test splits may lack labels).
+        text_columns: One or two columns with text. Found if not given: a well-known pair (`sentence1` and
+            `sentence2`, `premise` and `hypothesis`, ...), else `text`, `sentence` or `content`, else the only column
+            of strings.
+        label_column: The column with labels. Found if not given: `label`, `labels`, `target` or `class`, else the
+            only column that `datasets` knows to be a label.
+        kind: `"classification"` or `"regression"`. Found from the type of the labels if not given.
+        labels: Names of the classes in the order of the ids that a model was trained with. Found if not given.
+
+    Returns:
+        The task.
+
+    Raises:
+        ValueError: The columns or the kind cannot be told, a label is unknown, or there are fewer than two classes.
+
+    Example:
+
+        >>> data = Dataset.from_dict({"text": ["good", "bad", "fine"], "label": ["+", "-", "+"]})
+        >>> task = make_task({"train": data})
+        >>> task.kind, task.labels, task.split("train")["labels"][:]
+        ('classification', ('+', '-'), [0, 1, 0])
+    """
+    reference = splits[find_split(splits, "train") or next(iter(splits))]
+    label = _find_label_column(reference, label_column)
+    texts, unused = _find_text_columns(reference, text_columns, label)
+    labelled = {name: rows for name, data in splits.items() if (rows := _labelled_rows(name, data, label)) is not None}
+    if not labelled:
+        raise ValueError(f"Column {label!r} holds no label in any of the splits {[*splits]}.")
+    reference = labelled[find_split(labelled, "train") or next(iter(labelled))]
+    kind = kind or ("classification" if labels else _guess_kind(reference, label))
+    names = tuple(labels) if labels or kind == "regression" else _class_names(reference, label)
+    if kind == "classification" and len(names) < 2:
+        raise ValueError(f"Column {label!r} holds the single class {names[0]!r}; a classifier needs two or more.")
+    made = {name: _normalise(name, data, texts, label, names) for name, data in labelled.items()}
+    return Task(kind, texts, label, names, unused, made)
+
+
+def encode(data: Dataset, tokenizer: Any, max_length: int) -> Dataset:
+    """Turn the texts of one split of a task into token ids, cut to `max_length` tokens and not padded.
+
+    Args:
+        data: Rows with `text`, perhaps `text_pair`, and `labels`.
+        tokenizer: A tokenizer of transformers.
+        max_length: The most tokens a row may have; of two texts the longer is cut.
+
+    Returns:
+        Rows with the tokenizer's columns and `labels`.
+    """
+
+    def tokenize(rows: dict[str, list]) -> dict[str, list]:
+        pair = rows.get("text_pair")
+        return tokenizer(rows["text"], pair, truncation=True, max_length=max_length)
+
+    return data.map(tokenize, batched=True, remove_columns=[c for c in data.column_names if c != "labels"])
+
+
+def _find_label_column(data: Dataset, named: str | None) -> str:
+    columns = data.column_names
+    if named is not None:
+        return _existing(data, named, "--label-column")
+    found = [c for c in LABELS if c in columns] or [c for c, f in data.features.items() if isinstance(f, ClassLabel)]
+    if not found:
+        raise ValueError(f"No column is called {' or '.join(LABELS)}. Name one of {columns} with --label-column.")
+    return found[0]
+
+
+def _find_text_columns(data: Dataset, named: Sequence[str], label: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    strings = [c for c, f in data.features.items() if c != label and _is_text(f)]
+    if named:
+        if len(named) > 2:
+            raise ValueError(f"text_columns={[*named]} are more than two; a task has one text or two.")
+        texts = tuple(_existing(data, c, "--text-column") for c in named)
+    else:
+        pairs = [pair for pair in TEXT_PAIRS if set(pair) <= set(strings)]
+        singles = [(c,) for c in TEXTS if c in strings] or [(c,) for c in strings if len(strings) == 1]
+        found: list[tuple[str, ...]] = [*pairs, *singles]
+        if not found:
+            raise ValueError(
+                f"It is not clear which column holds the text. Name one or two of {strings or data.column_names} "
+                "with --text-column."
+            )
+        texts = found[0]
+    return texts, tuple(c for c in strings if c not in texts)
+
+
+def _existing(data: Dataset, column: str, option: str) -> str:
+    if column not in data.column_names:
+        raise ValueError(f"{option} {column}: there is no such column; the columns are {data.column_names}.")
+    return column
+
+
+def _is_text(feature: Any) -> bool:
+    return isinstance(feature, Value) and feature.dtype in ("string", "large_string")
+
+
+def _labelled_rows(name: str, data: Dataset, label: str) -> Dataset | None:
+    """The rows that have a label (unlabelled test rows carry -1, NaN or nothing), or None if there is none."""
+    if label not in data.column_names:
+        return None
+    values = data[label][:]
+    unknown = (None, -1) if isinstance(data.features[label], ClassLabel) or set(values) == {-1} else (None,)
+    keep = [i for i, value in enumerate(values) if value not in unknown and value == value]
+    if len(keep) < len(data):
+        logger.warning("%d of %d rows of %r have no label and are left out.", len(data) - len(keep), len(data), name)
+    return data.select(keep) if keep else None
+
+
+def _guess_kind(data: Dataset, label: str) -> Kind:
+    feature = data.features[label]
+    if isinstance(feature, ClassLabel) or _is_text(feature) or feature.dtype == "bool":
+        return "classification"
+    values = set(data[label][:])
+    whole = all(float(v).is_integer() for v in values)
+    if "float" in feature.dtype and not whole:
+        return "regression"
+    if "int" in feature.dtype and len(values) <= MOST_CLASSES_FROM_NUMBERS:
+        return "classification"
+    raise ValueError(
+        f"Column {label!r} holds {len(values)} different numbers (type {feature.dtype}), which may be classes or "
+        "amounts. Say --task classification or --task regression."
+    )
+
+
+def _class_names(data: Dataset, label: str) -> tuple[str, ...]:
+    feature = data.features[label]
+    if isinstance(feature, ClassLabel):
+        return tuple(feature.names)
+    return tuple(_name(value) for value in sorted(set(data[label][:])))
+
+
+def _name(value: Any) -> str:
+    return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
+
+
+def _normalise(split: str, data: Dataset, texts: Sequence[str], label: str, names: Sequence[str]) -> Dataset:
+    columns: dict[str, list[Any]] = {"text": [t or "" for t in data[texts[0]][:]]}
+    features: dict[str, Any] = {"text": Value("string")}
+    if len(texts) == 2:
+        columns["text_pair"] = [t or "" for t in data[texts[1]][:]]
+        features["text_pair"] = Value("string")
+    features["labels"] = ClassLabel(names=[*names]) if names else Value("float32")
+    columns["labels"] = _class_ids(split, data, label, names) if names else _amounts(split, data, label)
+    empty = sum(not t.strip() for t in columns["text"])
+    if empty:
+        logger.warning("%d of %d rows of %r have an empty text.", empty, len(data), split)
+    return Dataset.from_dict(columns, features=Features(features))
+
+
+def _class_ids(split: str, data: Dataset, label: str, names: Sequence[str]) -> list[int]:
+    feature = data.features[label]
+    values = data[label][:]
+    own = [feature.int2str(v) for v in values] if isinstance(feature, ClassLabel) else [_name(v) for v in values]
+    ids = {name: i for i, name in enumerate(names)}
+    unknown = sorted(set(own) - set(ids))
+    if unknown:
+        raise ValueError(f"{split!r} holds the label {unknown[0]!r}, which is none of the classes {[*names]}.")
+    return [ids[name] for name in own]
+
+
+def _amounts(split: str, data: Dataset, label: str) -> list[float]:
+    if isinstance(data.features[label], ClassLabel):
+        raise ValueError(f"Column {label!r} holds the classes {data.features[label].names}, which are no amounts.")
+    try:
+        return [float(value) for value in data[label][:]]
+    except ValueError as error:
+        raise ValueError(f"{split!r} holds a label that is no number: {error}") from error
