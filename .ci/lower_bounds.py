@@ -1,0 +1,20 @@
+"""Print the dependencies of a pyproject.toml pinned to their lower bounds, without torch."""
+
+from __future__ import annotations
+
+import re
+import sys
+import tomllib
+from pathlib import Path
+
+
+def lower_bounds(pyproject: Path) -> list[str]:
+    dependencies = tomllib.loads(pyproject.read_text())["project"]["dependencies"]
+    bounds = [re.match(r"([\w-]+)(?:\[\w+\])?>=([\d.]+)", dependency) for dependency in dependencies]
+    if not all(bounds):
+        raise SystemExit(f"a dependency has no lower bound: {dependencies}")
+    return [f"{match[1]}=={match[2]}" for match in bounds if match and match[1] != "torch"]
+
+
+if __name__ == "__main__":
+    print(*lower_bounds(Path(sys.argv[1])))
