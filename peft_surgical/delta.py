@@ -1,15 +1,15 @@
 """What a saved adapter says about its base model, and the checks before one is loaded.
 
 An adapter is PEFT's two files. `adapter_model.safetensors` holds the trained values of the changed tensors, bit for
-bit; `adapter_config.json` holds, under `base`, what the base model must be like: its type, depth, vocabulary and a few
-values of each touched tensor. Everything is checked before the model is changed.
+bit unless another encoding was asked for; `adapter_config.json` holds, under `base`, what the base model must be like:
+its type, depth, vocabulary and a few values of each touched tensor. Everything is checked before the model is changed.
 """
 
 from __future__ import annotations
 
 import base64
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
+from peft_surgical.encoded_tensors import decoded_shapes
 from peft_surgical.layers import find_stacks
 
 
@@ -103,13 +104,18 @@ def matches(wanted: str, tensor: torch.Tensor) -> bool:
     return torch.allclose(values, found, rtol=info.eps, atol=info.smallest_normal, equal_nan=True)
 
 
-def check_file(path: str | os.PathLike, expected: Mapping[str, torch.Size], *, complete: bool = True) -> None:
+def check_file(
+    path: str | os.PathLike,
+    expected: Mapping[str, torch.Size],
+    *,
+    is_known: Callable[[str], bool] = lambda name: False,
+) -> None:
     """Check the header of a file of tensors; no values are read.
 
     Args:
         path: A safetensors file.
         expected: The shapes that its tensors should have, by name.
-        complete: Whether `expected` lists all tensors of the file.
+        is_known: Whether a tensor that is not expected may be there all the same.
 
     Raises:
         ValueError: The file is damaged or not a safetensors file, or a tensor is missing, unknown, empty or of another
@@ -120,11 +126,16 @@ def check_file(path: str | os.PathLike, expected: Mapping[str, torch.Size], *, c
             shapes = {name: torch.Size(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{path} cannot be read as a safetensors file ({error}). Save or copy it again.") from error
-    check_tensors(shapes, expected, source=str(path), complete=complete)
+    shapes = {name: torch.Size(s) for name, s in decoded_shapes(shapes, expected, str(path)).items()}
+    check_tensors(shapes, expected, source=str(path), is_known=is_known)
 
 
 def check_tensors(
-    shapes: Mapping[str, torch.Size], expected: Mapping[str, torch.Size], *, source: str, complete: bool = True
+    shapes: Mapping[str, torch.Size],
+    expected: Mapping[str, torch.Size],
+    *,
+    source: str,
+    is_known: Callable[[str], bool] = lambda name: False,
 ) -> None:
     """Check that tensors are just the expected ones; see `check_file`."""
     for name in expected:
@@ -139,7 +150,7 @@ def check_tensors(
                     f"{source}: the tensor {name!r} has shape {tuple(shape)}, this model needs "
                     f"{tuple(expected[name])}. Load the adapter onto the base it was trained on."
                 )
-        elif complete:
+        elif not is_known(name):
             raise ValueError(
                 f"{source} has a tensor {name!r} that this adapter's configuration does not account for. Were the two "
                 "files of the adapter saved together?"

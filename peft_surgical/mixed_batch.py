@@ -98,8 +98,8 @@ def forward_by_rows(module: TunedModule, adapter_names: Sequence[str], args: tup
     if len(x) != len(adapter_names):
         raise TypeError(
             f"A {kind} sees {len(x)} rows where the batch has {len(adapter_names)} (experts see flattened tokens, "
-            "position embeddings one row for all), so the rows of different adapters cannot be told apart in it. Run a "
-            "batch per adapter, or tune other modules."
+            "position embeddings one row for all), so the rows of different adapters cannot be told apart in it. Run "
+            "a batch per adapter, or tune other modules."
         )
     out = None
     for name in dict.fromkeys(adapter_names):

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from peft.tuners.tuners_utils import (
     BaseTunerLayer,
     _ExcludedModule,
@@ -164,10 +163,6 @@ class SurgicalModel(DeltaTuner):
             ):
                 roots.append((path, module))
         return roots
-
-    def _expected_tensors(self, config: SurgicalConfig, model: nn.Module) -> tuple[dict[str, torch.Size], bool]:
-        shapes, _ = super()._expected_tensors(config, model)
-        return shapes, False
 
 
 def _as_ranking(ranking: Any) -> Any:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 from peft import TaskType
 from peft.utils.other import ModulesToSaveWrapper
 from torch import nn
@@ -49,6 +51,33 @@ def apply_label_settings(model: nn.Module, settings: dict[str, Any]) -> None:
     config.problem_type = settings.get("problem_type")
     if "num_labels" in model.__dict__:
         model.num_labels = settings["num_labels"]
+
+
+def head_shapes(
+    model: nn.Module, modules_to_save: Sequence[str], num_labels: int, num_labels_of_base: int
+) -> dict[str, torch.Size]:
+    """The shapes of the tensors that an adapter's head will have, by their names in the model.
+
+    Args:
+        model: The model, with or without adapters in it.
+        modules_to_save: The names that PEFT matches with the ends of the modules' paths.
+        num_labels: How many labels the adapter's task has.
+        num_labels_of_base: How many the base's head has.
+    """
+    shapes: dict[str, torch.Size] = {}
+    heads: list[str] = []
+    for path, module in model.named_modules():
+        inside_another = any(path.startswith(f"{head}.") for head in heads)
+        if not inside_another and any(path.endswith(name) for name in modules_to_save):
+            heads.append(path)
+            module = module.original_module if isinstance(module, ModulesToSaveWrapper) else module
+            output = _output_module(module, num_labels_of_base)
+            for name, tensor in module.state_dict().items():
+                shape = tensor.shape
+                if num_labels != num_labels_of_base and output is not None and name.rpartition(".")[0] == output:
+                    shape = torch.Size([num_labels, *shape[1:]])
+                shapes[f"{path}.{name}"] = shape
+    return shapes
 
 
 def resize_heads(model: nn.Module, adapter_name: str, num_labels: int, num_labels_of_base: int) -> None:

@@ -8,7 +8,6 @@ behind.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from typing import Any, cast
 
@@ -246,9 +245,6 @@ class TunedModule(nn.Module, BaseTunerLayer):
 
     def unmerge(self) -> None:
         """Give the base its own values back, bit for bit."""
-        if not self.merged:
-            warnings.warn("Already unmerged. Nothing to do.", stacklevel=2)
-            return
         for name, value in self._originals.items():
             _tensor(self.base_layer, name).data = value
         self._originals = {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -20,9 +20,10 @@ from torch import nn
 from tqdm import tqdm
 
 from peft_surgical.delta import check_base, check_file, check_tensors, describe_base
+from peft_surgical.encoded_tensors import decode_state, encode_state
 from peft_surgical.mixed_batch import adapter_names_in_forward
 from peft_surgical.report import TuningReport, tuning_report
-from peft_surgical.task_heads import apply_label_settings, head_names, label_settings, resize_heads
+from peft_surgical.task_heads import apply_label_settings, head_names, head_shapes, label_settings, resize_heads
 from peft_surgical.tuned_module import TunedModule, TunedOwner
 from peft_surgical.units import innermost_tuned, original_tensor
 
@@ -59,8 +60,7 @@ class DeltaTuner(BaseTuner):
         elif peft_config.check_base:
             check_base(peft_config.base, model, tensors)
         if (file := peft_config.weights_file()) is not None:
-            expected, complete = self._expected_tensors(peft_config, model)
-            check_file(file, expected, complete=complete)
+            check_file(file, self._expected_tensors(peft_config, model), is_known=self._is_known_tensor(model))
 
     def _touched_tensors(self, config: Any, model: nn.Module) -> dict[str, torch.Tensor]:
         """The base's original values of the tensors that the adapter changes, by name."""
@@ -70,8 +70,8 @@ class DeltaTuner(BaseTuner):
             for name in names
         }
 
-    def _expected_tensors(self, config: Any, model: nn.Module) -> tuple[dict[str, torch.Size], bool]:
-        """The shapes in the adapter's file, and whether these are all of them."""
+    def _expected_tensors(self, config: Any, model: nn.Module) -> dict[str, torch.Size]:
+        """The shapes of the copies and of the head in the adapter's file, by name."""
         container = self.tuned_module_cls.adapter_layer_names[0]
         shapes = {}
         for path, names in config._units.items():
@@ -80,7 +80,15 @@ class DeltaTuner(BaseTuner):
             for name in names:
                 key = f"base_model.model.{path}{own}.{container}.{name.replace('.', '|')}"
                 shapes[key] = original_tensor(module, name).shape
-        return shapes, False
+        of_base = self._labels_of_base.get("num_labels", 0)
+        labels = (config.labels or {}).get("num_labels", of_base), of_base
+        for name, shape in head_shapes(model, config.modules_to_save or [], *labels).items():
+            shapes[f"base_model.model.{name}"] = shape
+        return shapes
+
+    def _is_known_tensor(self, model: nn.Module) -> Callable[[str], bool]:
+        """Tells which tensors an adapter's file may hold besides the expected ones."""
+        return embedding_tensors(model).__contains__
 
     # ---- changing the model
 
@@ -266,13 +274,16 @@ class DeltaTuner(BaseTuner):
         heads = {name: tensor for name, tensor in state_dict.items() if name in expected}
         shapes = {name: torch.Size(tensor.shape) for name, tensor in {**found, **heads}.items() if name in expected}
         check_tensors(shapes, expected, source=f"The state of adapter {adapter_name!r}")
-        return found
+        return encode_state(model, adapter_name, found, config.encoding, state_dict)
 
     @classmethod
     def _remap_adapter_state_dict_for_load(cls, model, config, adapter_name, state_dict):
-        remapped = super()._remap_adapter_state_dict_for_load(model, config, adapter_name, state_dict)
+        decoded = decode_state(model, adapter_name, state_dict)
+        remapped = super()._remap_adapter_state_dict_for_load(model, config, adapter_name, decoded)
         shapes = {name: torch.Size(tensor.shape) for name, tensor in remapped.items()}
-        check_tensors(shapes, _live_shapes(cls, model, adapter_name), source=f"The state for adapter {adapter_name!r}")
+        source = f"The state for adapter {adapter_name!r}"
+        known = embedding_tensors(model)
+        check_tensors(shapes, _live_shapes(cls, model, adapter_name), source=source, is_known=known.__contains__)
         return remapped
 
 
@@ -304,6 +315,18 @@ def frozen_statistics(model: nn.Module) -> Iterator[nn.Module]:
         if getattr(module, "running_mean", None) is not None and id(module) not in tuned:
             if not isinstance(module, (TunedModule, AuxiliaryTrainingWrapper)):
                 yield module
+
+
+def embedding_tensors(model: nn.Module) -> set[str]:
+    """The embeddings' tensors by their names in a file; PEFT saves them along on demand or if they were resized."""
+    found: set[str] = set()
+    for get in ("get_input_embeddings", "get_output_embeddings"):
+        embedding = getattr(model, get, lambda: None)()
+        for path, module in model.named_modules():
+            if module is embedding and module is not None:
+                path = path.removeprefix("base_model.model.")
+                found.update(f"base_model.model.{path}.{name}" for name in module.state_dict())
+    return found
 
 
 def _live_shapes(tuner_cls: type[BaseTuner], model: nn.Module, adapter_name: str) -> dict[str, torch.Size]:
