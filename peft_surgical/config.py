@@ -11,6 +11,8 @@ from peft import PeftConfig
 from peft.utils import SAFETENSORS_WEIGHTS_NAME
 from torch import nn
 
+from peft_surgical.encodings import find_encoding
+
 
 @dataclass
 class DeltaConfig(PeftConfig):
@@ -19,17 +21,22 @@ class DeltaConfig(PeftConfig):
     Args:
         labels: Number and names of the task's labels, from the model's config. Set when the adapter is made.
         base: What the base model is like, see `describe_base`. Set when the adapter is made.
+        encoding: How trained values are written: `"values"`, or as differences to the base `"lossless"`, `"bf16"`,
+            `"int8"`, `"int4"` or `"sign"`. May be set at any time before saving; loading reads it from the file.
         check_base: Whether loading the adapter onto another base model than the one it was trained on is an error.
         format_version: Version of this file's format.
     """
 
     labels: dict | None = field(default=None, metadata={"help": "Number and names of the task's labels."})
     base: dict | None = field(default=None, metadata={"help": "What the base model is like."})
+    encoding: str = field(default="values", metadata={"help": "values, lossless, bf16, int8, int4 or sign."})
     check_base: bool = field(default=True, metadata={"help": "Whether another base model is an error."})
     format_version: int = field(default=1, metadata={"help": "Version of this file's format."})
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.encoding != "values":
+            find_encoding(self.encoding)
         # what the config means on the model that it is being injected into; not part of the config itself
         self._units: dict[str, list[str]] = {}
         self._owners: set[str] = set()
