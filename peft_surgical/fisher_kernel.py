@@ -205,9 +205,13 @@ def sum_normalized(grad_outputs: Tensor, inputs: Tensor, eps: float, *, center: 
     return torch.stack([(g * x).sum(1), g.sum(1)], dim=1)
 
 
+def default_precision() -> str:
+    """The precision that `torch.set_float32_matmul_precision` asks for."""
+    return {"highest": "fp32x3", "high": "tf32", "medium": "bf16"}[torch.get_float32_matmul_precision()]
+
+
 def _resolve(precision: str | None) -> str:
-    if precision is None:
-        return {"highest": "fp32x3", "high": "tf32", "medium": "bf16"}[torch.get_float32_matmul_precision()]
+    precision = precision or default_precision()
     if precision not in PRECISIONS:
         raise ValueError(f"precision={precision!r} is unknown; allowed are {', '.join(PRECISIONS)}.")
     return precision
