@@ -38,6 +38,7 @@ class SurgicalConfig(DeltaConfig):
         target_modules: Narrows the choice to these modules inside the chosen layers (names or a regular expression as
             in `LoraConfig`). Without `layers` or `ranking`: the modules to tune, anywhere in the model.
         exclude_modules: Modules to leave frozen, by name or regular expression.
+        extra_modules: Modules outside the layers that are tuned like them, by their path, e.g. `["bert.pooler"]`.
         modules_to_save: Further modules to train in full and to save, as in `LoraConfig`. The head of a task with
             labels is among them by itself.
         init_weights: False starts the copies off the base's values. For tests only.
@@ -66,6 +67,7 @@ class SurgicalConfig(DeltaConfig):
     exclude_modules: list[str] | set[str] | str | None = field(
         default=None, metadata={"help": "Modules to leave frozen."}
     )
+    extra_modules: list[str] | None = field(default=None, metadata={"help": "Modules outside the layers, by path."})
     modules_to_save: list[str] | None = field(default=None, metadata={"help": "Further modules to train in full."})
     init_weights: bool = field(default=True, metadata={"help": "False starts off the base's values, for tests."})
     ranking_record: dict | None = field(default=None, metadata={"help": "How the layers were chosen."})
@@ -128,8 +130,13 @@ class SurgicalModel(DeltaTuner):
                 f"exclude_modules={config.exclude_modules!r}, modules_to_save={config.modules_to_save!r}. Names in "
                 f"these layers: {', '.join(_names_inside(layers))}."
             )
-        for path in chosen:
-            _check_trainable(path, bottom(model.get_submodule(path)))
+        for path in config.extra_modules or []:
+            for unit, names in units(path, _module_at(path, model)):
+                if not matches_any(unit, config.modules_to_save):
+                    chosen.setdefault(unit, names)
+        if not all(parameter.is_meta for parameter in model.parameters()):  # else nothing is to be trained, only named
+            for path in chosen:
+                _check_trainable(path, bottom(model.get_submodule(path)))
         return chosen
 
     def _choose_layers(self, config: SurgicalConfig, model: nn.Module) -> list[Layer]:
@@ -183,6 +190,15 @@ def _as_ranking(ranking: Any) -> Any:
 def _layers_of(ranking: Any, top_k: int) -> LayerSpec:
     layers = ranking.top(top_k)
     return {ranking.stack: layers} if ranking.stack else layers
+
+
+def _module_at(path: str, model: nn.Module) -> nn.Module:
+    try:
+        return model.get_submodule(path)
+    except AttributeError:
+        raise ValueError(
+            f"extra_modules: {type(model).__name__} has no module {path!r}. Give whole paths, as in named_modules()."
+        ) from None
 
 
 def _is_layer(path: str, layers: list[Layer]) -> bool:
