@@ -116,7 +116,7 @@ class TunedModule(nn.Module, BaseTunerLayer):
         shared = {} if shared is None else shared
         copies: dict[str, torch.Tensor] = {}
         for name in names:
-            base = _tensor(self.base_layer, name)
+            base = self.base_tensor(name)
             value = self._originals.get(name, base).detach()
             if isinstance(base, nn.Parameter):
                 if id(base) not in shared:
@@ -193,7 +193,12 @@ class TunedModule(nn.Module, BaseTunerLayer):
 
     def original(self, name: str) -> torch.Tensor:
         """The base's own tensor, also while an adapter is merged into the base."""
-        return self._originals.get(name, _tensor(self.base_layer, name))
+        return self._originals.get(name, self.base_tensor(name))
+
+    def base_tensor(self, name: str) -> torch.Tensor:
+        """The tensor that the base has at present; while an adapter is merged, with the adapter's values."""
+        path, _, attribute = name.rpartition(".")
+        return getattr(self.base_layer.get_submodule(path), attribute)
 
     # parents may read `module.weight`, or anything else, instead of calling the module
 
@@ -238,7 +243,7 @@ class TunedModule(nn.Module, BaseTunerLayer):
                         f"{name} of {type(self.base_layer).__name__} has values that are not finite."
                     )
             for name, value in merged.items():
-                base = _tensor(self.base_layer, name)
+                base = self.base_tensor(name)
                 self._originals.setdefault(name, base.data)
                 base.data = value
         self.merged_adapters.extend(names)
@@ -246,7 +251,7 @@ class TunedModule(nn.Module, BaseTunerLayer):
     def unmerge(self) -> None:
         """Give the base its own values back, bit for bit."""
         for name, value in self._originals.items():
-            _tensor(self.base_layer, name).data = value
+            self.base_tensor(name).data = value
         self._originals = {}
         self.merged_adapters = []
 
@@ -258,7 +263,7 @@ class TunedModule(nn.Module, BaseTunerLayer):
             for name in copies.names:
                 key = f"{prefix}{self.adapter_layer_names[0]}.{adapter}.{_key(name)}"
                 if key in state_dict:
-                    live, base = copies[name], _tensor(self.base_layer, name)
+                    live, base = copies[name], self.base_tensor(name)
                     device = base.device if live.device.type == "meta" else live.device
                     state_dict[key] = state_dict[key].to(device=device, dtype=live.dtype)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
@@ -269,7 +274,7 @@ class TunedModule(nn.Module, BaseTunerLayer):
             return
         copies = self.tuned[adapter_name]
         for name in copies.names:
-            target = device or _tensor(self.base_layer, name).device
+            target = device or self.base_tensor(name).device
             tensor = copies[name]
             if tensor.device.type != "meta" and tensor.device != target:
                 tensor.data = tensor.data.to(target)
@@ -363,12 +368,6 @@ class FunctionalModule:
 
     def __getattr__(self, name: str) -> Any:
         return self.tensors[name] if name in self.tensors else getattr(self.module, name)
-
-
-def _tensor(module: nn.Module, name: str) -> torch.Tensor:
-    path, _, attribute = name.rpartition(".")
-    owner = module.get_submodule(path)
-    return getattr(owner, attribute)
 
 
 def _key(name: str) -> str:

@@ -232,29 +232,24 @@ class DeltaTuner(BaseTuner):
         safe_merge: bool = False,
         adapter_names: list[str] | None = None,
     ) -> Any:
-        if merge:
-            self._check_merge_allowed()
         wrapped = [
             (name, module)
             for name, module in self.model.named_modules()
             if isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper))
         ]
-        for _, module in wrapped:
-            if isinstance(module, BaseTunerLayer):
-                if merge:
-                    module.merge(safe_merge=safe_merge, adapter_names=adapter_names)
-                elif module.merged:
-                    module.unmerge()
+        if merge:
+            self.merge_adapter(adapter_names, safe_merge)
+        else:
+            self.unmerge_adapter()
         done: list[str] = []
         for name, module in tqdm(wrapped, disable=not progressbar, desc="Unloading"):
-            if any(name.startswith(f"{outer}.") for outer in done):
-                continue
-            done.append(name)
             if isinstance(module, TunedOwner):
                 module.detach()
+            if isinstance(module, TunedOwner) or any(name.startswith(f"{outer}.") for outer in done):
                 continue
+            done.append(name)
             parent, _, child_name = _get_submodules(self.model, name)
-            if isinstance(module, AuxiliaryTrainingWrapper):
+            if hasattr(module, "unload_and_optionally_merge_module"):
                 plain = module.unload_and_optionally_merge_module(
                     merge=merge, safe_merge=safe_merge, adapter_names=adapter_names
                 )
@@ -307,8 +302,11 @@ def frozen_statistics(model: nn.Module) -> Iterator[nn.Module]:
     """The modules with running statistics that no active adapter tunes; the base's statistics must not move."""
     tuned: set[int] = set()
     for module in model.modules():
-        if isinstance(module, TunedModule) and any(a in module.tuned for a in module.active_adapters):
-            tuned.update(id(m) for m in module.base_layer.modules())
+        if isinstance(module, TunedModule):
+            names = {name for a in module.active_adapters if a in module.tuned for name in module.tuned[a].names}
+            for path, inner in module.base_layer.named_modules():
+                if f"{path}.running_mean".lstrip(".") in names:
+                    tuned.add(id(inner))
         elif isinstance(module, ModulesToSaveWrapper):
             tuned.update(id(m) for m in module.modules_to_save.modules())
     for module in model.modules():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,6 +28,50 @@ def units(path: str, module: nn.Module) -> Iterator[tuple[str, list[str]]]:
         for name, child in inner.named_children():
             if not isinstance(child, AuxiliaryTrainingWrapper):
                 yield from units(f"{path}.{name}", child)
+
+
+@dataclass(frozen=True)
+class Owner:
+    """A module that holds tensors itself.
+
+    Args:
+        path: Its path in the base model.
+        module: The base's module, without the wrappers of adapters.
+        names: The tensors that it holds, by their name in the module.
+        has_parts: Whether it also has modules in it that hold tensors, which must then keep their paths.
+    """
+
+    path: str
+    module: nn.Module
+    names: list[str]
+    has_parts: bool
+
+
+def owners(path: str, module: nn.Module) -> Iterator[Owner]:
+    """All modules in a module that hold tensors themselves; unlike `units`, none lies inside another's reach.
+
+    What a module reads instead of calling it (parameter lists, parametrizations) is counted as the module's own.
+    """
+    for inner_path, inner in base_modules(path, module):
+        read = [name for name, child in inner.named_children() if _is_read(name, child)]
+        names = own_tensor_names(inner) + [f"{c}.{n}" for c in read for n in tensor_names(inner.get_submodule(c))]
+        if names:
+            called = [child for name, child in inner.named_children() if name not in read]
+            has_parts = any(True for child in called if not isinstance(child, TunedOwner) for _ in child.parameters())
+            yield Owner(inner_path, inner, names, has_parts)
+
+
+def base_modules(path: str, module: nn.Module, seen: set[int] | None = None) -> Iterator[tuple[str, nn.Module]]:
+    """A module and all modules in it that can be called, as they are in the base model, each once."""
+    seen = set() if seen is None else seen
+    inner = bottom(module)
+    if id(inner) in seen:
+        return
+    seen.add(id(inner))
+    yield path, inner
+    for name, child in inner.named_children():
+        if not (_is_read(name, child) or isinstance(child, (TunedOwner, AuxiliaryTrainingWrapper))):
+            yield from base_modules(f"{path}.{name}" if path else name, child, seen)
 
 
 def bottom(module: nn.Module) -> nn.Module:
@@ -75,6 +120,11 @@ def matches_any(path: str, names: Sequence[str] | None) -> bool:
         for n in names or []
         for i in range(len(parts))
     )
+
+
+def _is_read(name: str, module: nn.Module) -> bool:
+    """Whether a module's parent reads its tensors instead of calling it."""
+    return isinstance(module, (nn.ParameterList, nn.ParameterDict)) or name == "parametrizations"
 
 
 def _is_uncallable(module: nn.Module) -> bool:
