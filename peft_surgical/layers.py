@@ -294,9 +294,9 @@ def _holds_layers(modules: nn.ModuleList | nn.Sequential) -> bool:
 def _short_names(paths: Sequence[str], prefix: str) -> list[str]:
     parts = []
     for path in paths:
-        if prefix and path.startswith(f"{prefix}."):
-            path = path[len(prefix) + 1 :]
-        parts.append(path.split("."))
+        first, _, rest = path.partition(".")
+        # a few classes of transformers keep the bare model in `model`, whatever their prefix says
+        parts.append((rest if rest and first in (prefix, "model") else path).split("."))
     if len(parts) == 1:
         return [(parts[0][-2:-1] or parts[0])[0] or "layers"]
     owners = [p[:-1] for p in parts]
