@@ -2,8 +2,8 @@
 
 The python blocks of a page run from top to bottom in one namespace, as a reader would type them. What a reader is
 assumed to have (`model`, `base`, `tokenizer`, `train_dataset`, `eval_dataset`, `collator`, `args`) is made here, small
-and random. A page may hold lines that only the test sees, in a comment: `<!-- test` ... `-->`. Checkpoint names resolve
-to tiny local ones, as the working directory has folders of these names.
+and random. A page may hold lines that only the test sees, in a comment: `<!-- test` ... `-->`. Checkpoint names
+resolve to tiny local ones, as the working directory has folders of these names.
 """
 
 from __future__ import annotations
