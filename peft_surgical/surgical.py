@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -150,6 +150,18 @@ class SurgicalModel(DeltaTuner):
         layers = resolve_layers(model, config.layers)
         config.layers = plain_layers(layers, model)
         return layers
+
+    def _unite_choice(self, united: SurgicalConfig, configs: Sequence[SurgicalConfig]) -> None:
+        united.extra_modules = list(dict.fromkeys(path for c in configs for path in c.extra_modules or [])) or None
+        alike = all(
+            (c.target_modules, c.exclude_modules) == (united.target_modules, united.exclude_modules) for c in configs
+        )
+        if alike and all(config.layers is not None for config in configs):
+            chosen = {(x.stack, x.index): x for c in configs for x in resolve_layers(self.model, c.layers)}
+            united.layers = plain_layers([chosen[key] for key in sorted(chosen)], self.model)
+        else:  # the modules themselves
+            united.layers = united.exclude_modules = united.extra_modules = None
+            united.target_modules = {path for config in configs for path in config._units}
 
     def _roots(self, config: SurgicalConfig, model: nn.Module, layers: list[Layer]):
         """The modules to look for tensors in: the layers, or what `target_modules` matches (in the layers, if any)."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +26,7 @@ from peft_surgical.report import TuningReport, tuning_report
 from peft_surgical.task_heads import apply_label_settings, head_names, head_shapes, label_settings, resize_heads
 from peft_surgical.tuned_module import TunedModule, TunedOwner
 from peft_surgical.units import innermost_tuned, original_tensor
+from peft_surgical.weighted import add_weighted_adapter
 
 
 class DeltaTuner(BaseTuner):
@@ -218,6 +219,37 @@ class DeltaTuner(BaseTuner):
         beams = kwargs.get("num_beams") or 1
         with adapter_names_in_forward(self, names, [*args, *kwargs.values()], beams):
             yield
+
+    def add_weighted_adapter(
+        self,
+        adapters: Sequence[str],
+        weights: Sequence[float],
+        adapter_name: str,
+        combination_type: str = "linear",
+        density: float | None = None,
+        majority_sign_method: str = "total",
+    ) -> None:
+        """Add an adapter that combines others. It is not active at first.
+
+        Args:
+            adapters: The adapters to combine.
+            weights: Their weights, which may be negative. Weights 1 and 0 give the first adapter's values.
+            adapter_name: The name of the new adapter.
+            combination_type: `"linear"` is the base plus the sum of weight times difference to the base, exactly, for
+                LoRA too. `"ties"`, `"dare_linear"`, `"dare_ties"` and `"magnitude_prune"` prune the differences of each
+                tensor first, as PEFT does (LoRA's are cut to the sum of the ranks again).
+            density: The share of values that pruning keeps, above 0 and at most 1.
+            majority_sign_method: For `"ties"`, `"total"` or `"frequency"`, see PEFT.
+
+        Raises:
+            ValueError: Unknown adapters or options, heads of different sizes, or choices of modules that no one
+                configuration can express together.
+        """
+        add_weighted_adapter(self, adapters, weights, adapter_name, combination_type, density, majority_sign_method)
+
+    def _unite_choice(self, united: Any, configs: Sequence[Any]) -> None:
+        """Make a config choose what any of several configs chooses."""
+        raise NotImplementedError
 
     def tuning_report(self) -> TuningReport:
         """What is trained at present, layer by layer, and how far down the backward pass goes."""
