@@ -1,0 +1,289 @@
+"""Which modules to listen to, so that every wanted parameter gets the gradients of single samples.
+
+Usually that is each module that owns a parameter. It is not where the module is never called (its parent reads the
+weight), where its output does not tell samples apart (a relative position bias that all samples share), or where its
+rows belong to samples in no fixed order (experts that get some of the tokens). Then the parent takes its place, or the
+parent's parent, and is computed again for each sample. To find out, the model is run on one sample and on two: the
+dimension that doubles is the one that runs over samples.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
+
+from peft_surgical.fisher_local import LocalCall, float_tensors, local_gradients
+from peft_surgical.fisher_rules import RULES, Rule, find_rule
+
+
+logger = logging.getLogger(__name__)
+
+
+UNKNOWN = -1
+
+
+class CannotTellSamplesApart(Exception):
+    """No module around a parameter has outputs that belong to single samples."""
+
+
+@dataclass
+class CallLayout:
+    """Which dimension of the tensors of one call runs over samples; None: the tensor belongs to all of them.
+
+    Args:
+        inputs: For each flattened argument. `UNKNOWN` if it is not always a tensor, like a mask that is left out where
+            there is no padding.
+        outputs: For each floating-point tensor returned.
+        complete: Whether every output belongs to single samples, or could be expanded to (its first dimension is 1).
+    """
+
+    inputs: list[int | None]
+    outputs: list[int | None]
+    complete: bool = True
+
+
+@dataclass
+class Unit:
+    """A module to listen to.
+
+    Args:
+        name: Its path in the model.
+        module: The module.
+        parameters: The parameters that it answers for, by their name in the module.
+        rule: How; None if it has to be computed again for each sample.
+        layouts: One for each call in a forward pass. Empty where every batch is a single sample.
+    """
+
+    name: str
+    module: nn.Module
+    parameters: dict[str, nn.Parameter]
+    rule: Rule | None
+    layouts: list[CallLayout]
+
+
+def find_units(
+    model: nn.Module,
+    layers: Sequence[nn.Module],
+    parameters: Iterable[nn.Parameter],
+    run: Callable[[int], Any],
+    samples: int,
+) -> list[Unit]:
+    """Find the modules to listen to.
+
+    Args:
+        model: The model.
+        layers: The layers that the parameters are in; lists of like modules inside them are taken for experts.
+        parameters: The parameters whose gradients are wanted.
+        run: Runs the model on that many samples of a batch.
+        samples: 2, or 1 if every batch is a single sample.
+
+    Returns:
+        The units. A parameter that several modules own has one in each.
+
+    Raises:
+        CannotTellSamplesApart: See there.
+    """
+    calls = [_record(model, run, n) for n in range(1, samples + 1)]
+    return _Search(model, layers, {id(p) for p in parameters}, calls).units()
+
+
+@dataclass
+class _Call:
+    inputs: list[Any]
+    spec: Any
+    outputs: list[Tensor]
+    single: bool
+    """Whether one tensor, and nothing else, was returned."""
+
+
+_Calls = dict[nn.Module, list[_Call]]
+
+
+class _Search:
+    def __init__(self, model: nn.Module, layers: Sequence[nn.Module], wanted: set[int], calls: Sequence[_Calls]):
+        self.model, self.wanted, self.calls = model, wanted, calls
+        self.names = {module: name for name, module in model.named_modules()}
+        self.parents: dict[nn.Module, tuple[nn.Module, str]] = {}
+        for parent in self.names:
+            for name, child in parent.named_children():
+                self.parents.setdefault(child, (parent, name))
+        self.experts = {m for layer in layers for expert in _experts(layer) for m in expert.modules()}
+
+    def units(self) -> list[Unit]:
+        units: dict[nn.Module, Unit] = {}
+        for owner in self.names:
+            own = {k: p for k, p in owner.named_parameters(recurse=False) if id(p) in self.wanted}
+            if own:
+                self._place(owner, own, units)
+        _count_once(units)
+        return [unit for unit in units.values() if unit.parameters]
+
+    def _place(self, module: nn.Module, parameters: dict[str, nn.Parameter], units: dict[nn.Module, Unit]) -> None:
+        """Let the module answer for the parameters, or else the nearest one around it that can."""
+        layouts, owner = self._layouts(module), module
+        rule = self._rule(module) if layouts is not None else None
+        if rule is None or not parameters.keys() <= {n for n, _ in module.named_parameters(recurse=False)}:
+            rule = None
+        while layouts is None or not (rule or all(layout.complete for layout in layouts)):
+            if module not in self.parents:
+                raise CannotTellSamplesApart(self.names[owner])
+            module, child = self.parents[module]
+            parameters = {f"{child}.{name}": p for name, p in parameters.items()}
+            layouts, rule = self._layouts(module), None
+        unit = units.setdefault(module, Unit(self.names[module], module, {}, rule, layouts))
+        unit.parameters |= parameters
+        unit.rule = unit.rule and rule
+        if unit.rule is None:
+            logger.debug("%s is computed again for each sample, for %s.", unit.name, list(parameters))
+
+    def _layouts(self, module: nn.Module) -> list[CallLayout] | None:
+        """How the module's calls tell samples apart; None if it is not called, or in a way that is not understood."""
+        mine = [calls.get(module, []) for calls in self.calls]
+        if not mine[0] or len({len(c) for c in mine}) != 1:
+            return None
+        if len(mine) == 1:
+            return []
+        if module in self.experts and any(x.dim() == 2 for call in mine[1] for x in float_tensors(call.inputs)):
+            return None
+        layouts = [_call_layout(one, two) for one, two in zip(*mine, strict=True)]
+        return [layout for layout in layouts if layout] if all(layouts) else None
+
+    def _rule(self, module: nn.Module) -> Rule | None:
+        calls = self.calls[-1][module]
+        if not all(call.single and call.inputs and isinstance(call.inputs[0], Tensor) for call in calls):
+            return None
+        layouts = self._layouts(module) or []
+        if any(axis in (None, UNKNOWN) for layout in layouts for axis in (layout.inputs[0], layout.outputs[0])):
+            return None
+        rule = find_rule(module)
+        return rule if rule and _is_sound(module, rule, calls[0], layouts[0] if layouts else None) else None
+
+
+def samples_first(x: Tensor, axis: int | None, samples: int) -> Tensor:
+    """(N, M, ...): what belongs to each of N samples, where `axis` holds N * M entries."""
+    if samples == 1:
+        return x[None]
+    assert axis is not None
+    return x.unflatten(axis, (samples, -1)).movedim(axis, 0)
+
+
+def sample_axis(x: Any, axis: int | None, samples: int) -> int | None:
+    """The dimension of an argument that runs over samples, if it has one."""
+    if not isinstance(x, Tensor) or axis is None:
+        return None
+    if axis == UNKNOWN:
+        return 0 if samples > 1 and x.shape[:1] == (samples,) else None
+    return axis
+
+
+def _record(model: nn.Module, run: Callable[[int], Any], samples: int) -> _Calls:
+    calls: _Calls = {}
+
+    def note(module, args, kwargs, output):
+        inputs, spec = tree_flatten((args, kwargs))
+        calls.setdefault(module, []).append(_Call(inputs, spec, float_tensors(output), isinstance(output, Tensor)))
+
+    handles = [m.register_forward_hook(note, with_kwargs=True) for m in model.modules()]
+    try:
+        with torch.no_grad():
+            run(samples)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return calls
+
+
+def _call_layout(one: _Call, two: _Call) -> CallLayout | None:
+    if len(one.inputs) != len(two.inputs) or len(one.outputs) != len(two.outputs):
+        return None
+    try:
+        inputs = [_axis(a, b) for a, b in zip(one.inputs, two.inputs, strict=True)]
+        outputs = [_axis(a, b) for a, b in zip(one.outputs, two.outputs, strict=True)]
+    except _NoAxis:
+        return None
+    expandable = (axis is not None or x.shape[:1] == (1,) for axis, x in zip(outputs, two.outputs, strict=True))
+    return CallLayout(inputs, outputs, any(axis is not None for axis in outputs) and all(expandable))
+
+
+class _NoAxis(Exception):
+    pass
+
+
+def _axis(one: Any, two: Any) -> int | None:
+    """The dimension along which `two` holds what `one` holds, and as much again."""
+    if not isinstance(one, Tensor) or not isinstance(two, Tensor):
+        return UNKNOWN
+    if one.shape == two.shape:
+        return None
+    if one.dim() != two.dim():
+        raise _NoAxis
+    differing = [i for i, (a, b) in enumerate(zip(one.shape, two.shape, strict=True)) if a != b]
+    axis = differing[0]
+    if len(differing) != 1 or two.shape[axis] != 2 * one.shape[axis]:
+        raise _NoAxis
+    first = two.narrow(axis, 0, one.shape[axis])
+    if one.is_floating_point():
+        # only the order matters here, so that the difference which the size of a batch makes is no concern
+        scale = one.abs().nan_to_num(posinf=0).max() if one.numel() else 0
+        same = torch.allclose(first, one, rtol=0.05, atol=0.05 * float(scale), equal_nan=True)
+    else:
+        same = torch.equal(first, one)
+    if not same:
+        raise _NoAxis
+    return axis
+
+
+def _experts(layer: nn.Module) -> Iterable[nn.Module]:
+    for module in layer.modules():
+        children = list(module.children())
+        if isinstance(module, nn.ModuleList) and len(children) > 1 and len({type(c) for c in children}) == 1:
+            yield from children
+
+
+def _count_once(units: Mapping[nn.Module, Unit]) -> None:
+    """A module that is computed again sees all uses of a parameter inside it: units inside must not count them too."""
+    for outer in units.values():
+        if outer.rule is not None:
+            continue
+        seen = {id(p) for p in outer.parameters.values()}
+        for module in outer.module.modules():
+            if module is not outer.module and module in units:
+                inner = units[module].parameters
+                units[module].parameters = {k: p for k, p in inner.items() if id(p) not in seen}
+
+
+def _is_sound(module: nn.Module, rule: Rule, call: _Call, layout: CallLayout | None) -> bool:
+    """Whether a rule that was made for a parent class holds for a class that computes its output in its own way."""
+    cls: Any = type(module)
+    base = next((c for c in cls.__mro__ if RULES.get(c) is rule), cls)
+    if cls.forward is base.forward or any(not p.is_floating_point() or p.is_meta for p in module.parameters()):
+        return True  # the weight of a quantised module is what its output is linear in
+    if cls not in _sound:
+        _sound[cls] = _agrees_with_autograd(module, rule, call, layout)
+    return _sound[cls]
+
+
+_sound: dict[type[nn.Module], bool] = {}
+
+
+def _agrees_with_autograd(module: nn.Module, rule: Rule, call: _Call, layout: CallLayout | None) -> bool:
+    samples, parameters = 2 if layout else 1, dict(module.named_parameters(recurse=False))
+    layout = layout or CallLayout([None] * len(call.inputs), [None])
+    inputs, outputs = layout.inputs, layout.outputs
+    out = call.outputs[0]
+    g = torch.randn(out.shape, generator=torch.Generator().manual_seed(0)).to(out)
+    inputs = [sample_axis(x, axis, samples) for x, axis in zip(call.inputs, inputs, strict=True)]
+    local = LocalCall(call.inputs, inputs, call.spec, outputs, {0: g})
+    expected = next(local_gradients(module, parameters, [local], samples))[1]
+    got = rule(module, samples_first(call.inputs[0], inputs[0], samples), samples_first(g, outputs[0], samples))
+    for name, e in expected.items():
+        found = got[name].dense(0, samples).view_as(e)
+        if (found - e).norm() > 0.05 * e.norm():
+            return False
+    return True

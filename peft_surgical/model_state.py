@@ -1,0 +1,138 @@
+"""Measure on a model and leave no trace, whatever happens in between."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import AuxiliaryTrainingWrapper
+from torch import nn
+
+
+_LARGEST_BUFFER = 2**20
+"""Entries of a buffer up to which its contents are copied, to be put back if a forward pass writes to them."""
+
+
+@contextmanager
+def untouched(model: nn.Module, seed: int = 0) -> Iterator[None]:
+    """A context for measuring: evaluation mode, nothing requires a gradient, adapters off, no caches; all put back.
+
+    Args:
+        model: Any module, also one that holds adapters.
+        seed: Seeds the global random number generators inside the context, for data collators that use them.
+
+    Raises:
+        ValueError: An adapter is merged into the base.
+
+    Example:
+
+        >>> model = nn.Sequential(nn.Linear(2, 2), nn.Dropout()).train()
+        >>> with untouched(model):
+        ...     model.training, model[0].weight.requires_grad
+        (False, False)
+        >>> model.training, model[0].weight.requires_grad
+        (True, True)
+    """
+    with ExitStack() as stack:
+        # what is entered first is put back last: switching adapters back on changes what requires a gradient
+        stack.enter_context(_same_flags(model))
+        stack.enter_context(_same_buffers(model))
+        stack.enter_context(same_random_numbers(model, seed))
+        stack.enter_context(_adapters_off(model))
+        stack.enter_context(_no_cache(model))
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        for module in model.modules():
+            module.training = False
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.requires_grad_(False)
+        yield
+
+
+@contextmanager
+def _same_flags(model: nn.Module) -> Iterator[None]:
+    training = [(module, module.training) for module in model.modules()]
+    requiring = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    try:
+        yield
+    finally:
+        for module, flag in training:
+            module.training = flag
+        for parameter, flag in requiring:
+            if parameter.requires_grad != flag:
+                parameter.requires_grad_(flag)
+
+
+@contextmanager
+def _same_buffers(model: nn.Module) -> Iterator[None]:
+    kept = []
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                small = buffer.numel() <= _LARGEST_BUFFER and not buffer.is_meta
+                kept.append((module, name, buffer, buffer._version, buffer.clone() if small else None))
+    try:
+        yield
+    finally:
+        for module, name, buffer, version, copy in kept:
+            module._buffers[name] = buffer
+            if copy is not None and buffer._version != version:
+                with torch.no_grad():
+                    buffer.copy_(copy)
+
+
+@contextmanager
+def same_random_numbers(model: nn.Module, seed: int) -> Iterator[None]:
+    """A context that seeds the global random number generators and puts their state back."""
+    python, numpy = random.getstate(), np.random.get_state()
+    devices = sorted({p.device.index or 0 for p in model.parameters() if p.is_cuda})
+    try:
+        with torch.random.fork_rng(devices=devices):
+            torch.manual_seed(seed)
+            random.seed(seed)
+            np.random.seed(seed % 2**32)
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+
+
+@contextmanager
+def _adapters_off(model: nn.Module) -> Iterator[None]:
+    wrappers = [m for m in model.modules() if isinstance(m, (BaseTunerLayer, AuxiliaryTrainingWrapper))]
+    for wrapper in wrappers:
+        if getattr(wrapper, "merged", False):
+            raise ValueError(
+                "An adapter is merged into the base model, so the base cannot be measured. Call unmerge_adapter() "
+                "first."
+            )
+    active = [wrapper for wrapper in wrappers if not wrapper.disable_adapters]
+    try:
+        for wrapper in active:
+            wrapper.enable_adapters(False)
+        yield
+    finally:
+        for wrapper in active:
+            wrapper.enable_adapters(True)
+
+
+@contextmanager
+def _no_cache(model: nn.Module) -> Iterator[None]:
+    configs: dict[int, Any] = {}
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if getattr(config, "use_cache", None):
+            configs[id(config)] = config
+    try:
+        for config in configs.values():
+            config.use_cache = False
+        yield
+    finally:
+        for config in configs.values():
+            config.use_cache = True

@@ -1,0 +1,95 @@
+"""Pictures of rankings. matplotlib is imported only when one is drawn."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+
+Path_ = str | os.PathLike[str]
+
+
+def plot_scores(
+    path: Path_,
+    scores: Sequence[float],
+    intervals: Sequence[tuple[float, float]] | None,
+    order: Sequence[int],
+    *,
+    title: str,
+    label: str,
+) -> None:
+    """Draw a bar for each layer, with its interval and its rank.
+
+    Args:
+        path: Where to write; the ending says the format.
+        scores: One for each layer.
+        intervals: (low, high) for each layer, or None.
+        order: Layers, best first.
+        title: Text above the picture.
+        label: Text at the axis of scores.
+    """
+    figure, axes = _figure(width=max(5.0, 0.45 * len(scores) + 2))
+    rank = {layer: place for place, layer in enumerate(order)}
+    best = max(1, round(len(scores) / 4))
+    colors = ["tab:blue" if rank[i] < best else "lightsteelblue" for i in range(len(scores))]
+    errors = None
+    if intervals:
+        low = [max(0.0, s - lo) for s, (lo, _) in zip(scores, intervals, strict=True)]
+        high = [max(0.0, hi - s) for s, (_, hi) in zip(scores, intervals, strict=True)]
+        errors = [low, high]
+    axes.bar(range(len(scores)), scores, color=colors, yerr=errors, capsize=3, error_kw={"elinewidth": 1})
+    tops = [hi for _, hi in intervals] if intervals else scores
+    for layer, top in enumerate(tops):
+        axes.annotate(
+            f"{rank[layer] + 1}", (layer, max(top, scores[layer], 0)), (0, 3), textcoords="offset points", ha="center"
+        )
+    axes.set(title=title, xlabel="layer (above each bar: its rank)", ylabel=label, xticks=range(len(scores)))
+    axes.margins(y=0.12)
+    _save(figure, path)
+
+
+def plot_ranks(path: Path_, ranks: Sequence[Sequence[int]], names: Sequence[str]) -> None:
+    """Draw the rank of each layer over several rankings, and how far each ranking is from the first.
+
+    Args:
+        path: Where to write; the ending says the format.
+        ranks: For each ranking, the rank of each layer, 1 for the best.
+        names: The name of each ranking.
+    """
+    figure, (left, right) = _figure(width=max(9.0, 1.2 * len(names) + 6), columns=2)
+    places = range(len(names))
+    for layer in range(len(ranks[0])):
+        left.plot(places, [r[layer] for r in ranks], marker="o", markersize=4)
+        left.annotate(str(layer), (len(names) - 1, ranks[-1][layer]), (6, 0), textcoords="offset points", va="center")
+    left.invert_yaxis()
+    left.set(title="Rank of each layer", ylabel="rank (1: best)", xticks=places)
+    left.set_xticklabels(names)
+    bottom = [0.0] * len(names)
+    for layer in range(len(ranks[0])):
+        moved = [abs(r[layer] - ranks[0][layer]) / len(ranks[0]) for r in ranks]
+        right.bar(places, moved, bottom=bottom)
+        bottom = [b + m for b, m in zip(bottom, moved, strict=True)]
+    right.set(title=f"Mean change of rank since {names[0]}", ylabel="ranks", xticks=places)
+    right.set_xticklabels(names)
+    if not any(bottom):
+        right.set_ylim(0, 1)
+    _save(figure, path)
+
+
+def _figure(width: float, columns: int = 1) -> Any:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError('A plot needs matplotlib. Install it with: pip install "peft-surgical[plot]"') from error
+    figure = Figure(figsize=(width, 3.8), layout="constrained")
+    axes = figure.subplots(1, columns)
+    for one in axes if columns > 1 else [axes]:
+        one.spines[["top", "right"]].set_visible(False)
+    return figure, axes
+
+
+def _save(figure: Any, path: Path_) -> None:
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)

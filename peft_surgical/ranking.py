@@ -1,0 +1,327 @@
+"""Which layers matter for a task, and how sure we are."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from tqdm.auto import tqdm
+
+from peft_surgical.batches import Batch, draw_batches
+from peft_surgical.heads import redrawn_head
+from peft_surgical.layers import Stack, choose_stack, unwrap
+from peft_surgical.log_likelihood import make_objective
+from peft_surgical.model_state import same_random_numbers
+from peft_surgical.plots import plot_scores
+from peft_surgical.scores import AGGREGATIONS, LayerScores, Score, ScoreRequest, find_score
+from peft_surgical.uncertainty import Uncertainty, estimate_uncertainty, kendall_tau
+
+
+_FORMAT = "peft_surgical.LayerRanking"
+_VERSION = 1
+
+
+@dataclass(frozen=True)
+class LayerRanking:
+    """A score for each layer of a stack, how sure the scores are, and how they were measured. Plain data.
+
+    Args:
+        stack: Name of the stack.
+        scores: One for each layer; the higher, the more the layer matters.
+        intervals: 95 % bootstrap interval of each score, if the score allows one.
+        top_probability: For each layer the probability that it is among the best 1, 2, 3, ...
+        split_half_tau: Kendall's tau between the orders that two halves of the samples give, on average.
+        head_tau: The same between the orders that two re-drawn heads give.
+        record: How it was measured: score, its definition, samples, seed, model.
+
+    Example:
+
+        >>> ranking = LayerRanking(stack="encoder", scores=[0.1, 0.7, 0.4])
+        >>> ranking.order
+        [1, 2, 0]
+        >>> ranking.top(2)
+        [1, 2]
+        >>> LayerRanking.from_dict(ranking.to_dict()) == ranking
+        True
+    """
+
+    stack: str
+    scores: list[float]
+    intervals: list[tuple[float, float]] | None = None
+    top_probability: list[list[float]] | None = None
+    split_half_tau: float | None = None
+    head_tau: float | None = None
+    record: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def order(self) -> list[int]:
+        """All layers, best first. Of equal ones the later comes first."""
+        return sorted(range(len(self.scores)), key=lambda i: (self.scores[i], i), reverse=True)
+
+    def top(self, k: int) -> list[int]:
+        """The k best layers, best first.
+
+        Raises:
+            ValueError: k is not between 1 and the number of layers.
+        """
+        if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= len(self.scores):
+            raise ValueError(f"top({k!r}): allowed are integers from 1 to {len(self.scores)}, the number of layers.")
+        return self.order[:k]
+
+    def probability(self, layer: int, k: int) -> float | None:
+        """The probability that a layer is among the best k; None if it was not estimated."""
+        return None if self.top_probability is None else self.top_probability[layer][k - 1]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The ranking as what JSON can hold."""
+        return {"format": _FORMAT, "version": _VERSION, **asdict(self)}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> LayerRanking:
+        """A ranking from what `to_dict` gave.
+
+        Raises:
+            ValueError: This is not a ranking, or one of a later version.
+        """
+        if data.get("format") != _FORMAT or not isinstance(data.get("scores"), list):
+            raise ValueError(
+                f"This is not a ranking: it has the keys {sorted(data)}. LayerRanking.save writes rankings."
+            )
+        if data.get("version") != _VERSION:
+            raise ValueError(
+                f"The ranking has version {data.get('version')!r}; this peft_surgical reads version {_VERSION}. "
+                "Update peft_surgical, or rank again."
+            )
+        values = {f.name: data[f.name] for f in fields(cls) if f.name in data}
+        if values.get("intervals") is not None:
+            values["intervals"] = [(low, high) for low, high in values["intervals"]]
+        return cls(**values)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the ranking to a JSON file."""
+        Path(path).write_text(json.dumps(self.to_dict(), indent=2) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> LayerRanking:
+        """Read a ranking from a JSON file.
+
+        Raises:
+            ValueError: The file holds no ranking.
+        """
+        try:
+            data = json.loads(Path(path).read_text(encoding="utf-8"))
+            return cls.from_dict(data if isinstance(data, dict) else {})
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
+
+    def plot(self, path: str | os.PathLike[str]) -> None:
+        """Draw the scores with their intervals and ranks.
+
+        Args:
+            path: Where to write; the ending says the format.
+
+        Raises:
+            ImportError: matplotlib is not there.
+        """
+        title = f"Layers of {self.stack}{self._source()}"
+        plot_scores(path, self.scores, self.intervals, self.order, title=title, label=self._score_name())
+
+    def __str__(self) -> str:
+        shown = [k for k in (1, 2, 3, 5, 8) if k < len(self.scores)] if self.top_probability else []
+        header = f"{'rank':>4}  {'layer':>5}  {'score':>10}"
+        header += f"  {'95 % interval':>23}" if self.intervals else ""
+        header += "".join(f"  {f'in top {k}':>8}" for k in shown)
+        lines = [self._title(), "", header]
+        for rank, layer in enumerate(self.order, 1):
+            line = f"{rank:>4}  {layer:>5}  {self.scores[layer]:>10.4g}"
+            if self.intervals:
+                low, high = self.intervals[layer]
+                line += f"  {low:>10.4g} - {high:>10.4g}"
+            for k in shown:
+                line += f"  {100 * (self.probability(layer, k) or 0):>6.0f} %"
+            lines.append(line)
+        if self.split_half_tau is not None:
+            lines += [
+                "",
+                f"Two halves of the samples agree on the order with Kendall's tau {self.split_half_tau:.2f}.",
+            ]
+        if self.head_tau is not None:
+            heads = self.record.get("head_seeds", "several")
+            lines += ["", f"{heads} re-drawn heads agree on the order with Kendall's tau {self.head_tau:.2f}."]
+        return "\n".join(lines)
+
+    def _score_name(self) -> str:
+        r = self.record
+        details = [f"{r['labels']} labels", r["aggregation"]] if r.get("score") == "fisher" else []
+        return str(r.get("score", "score")) + (f" ({', '.join(details)})" if details else "")
+
+    def _title(self) -> str:
+        return f"{self._score_name()} of the {len(self.scores)} layers of {self.stack}{self._source()}"
+
+    def _source(self) -> str:
+        model = self.record.get("model", {}).get("class")
+        samples = self.record.get("num_samples")
+        return (f" in {model}" if model else "") + (f", {samples} samples" if samples else "")
+
+
+def rank_layers(
+    model: nn.Module,
+    data: Any = None,
+    *,
+    num_samples: int = 100,
+    score: str = "fisher",
+    labels: str = "given",
+    aggregation: str = "frobenius",
+    batch_size: int = 16,
+    data_collator: Callable[[list[Any]], Mapping[str, Any]] | None = None,
+    seed: int = 0,
+    stack: str | None = None,
+    progress: bool = True,
+    unit: str = "sequence",
+    draws: int = 1,
+    log_likelihood: Callable[[Any, Mapping[str, Any]], Tensor] | None = None,
+    head_seeds: int = 0,
+    engine: str = "auto",
+) -> LayerRanking:
+    """Rank the layers of a model by how much they matter for a task (Lodha et al. 2023, section 3.1).
+
+    The model is left as it was in every respect. Of a `PeftModel` the base is ranked.
+
+    Args:
+        model: The model, with the task's head.
+        data: A `datasets.Dataset`, a sequence of feature dicts, or a `DataLoader`. Not needed for `"last"`, `"first"`,
+            `"random"` and `"snr"`. Where the length is known, samples are drawn at random.
+        num_samples: How many samples are read, at most.
+        score: `"fisher"`, `"grad_norm"`, `"rgn"`, `"snr"`, `"last"`, `"first"`, `"random"`, or one added by
+            `register_score`.
+        labels: For the Fisher, y is `"given"` by the data, `"sampled"` from the model (then no labels are needed), or
+            averaged over all classes, `"exact"`.
+        aggregation: How the diagonal of a layer becomes one number. `"frobenius"`: its norm. `"frobenius_per_tensor"`:
+            the sum of the norms of the layer's tensors. `"trace"`: its sum. `"mean"`: its mean.
+        batch_size: Samples to a batch. It changes speed and memory, not the scores.
+        data_collator: Makes a batch of features, as for `Trainer`. By default features are padded to the longest.
+        seed: Seed of the draw, of sampled labels and of the estimates of uncertainty.
+        stack: Name of the stack of layers, for models that have several.
+        progress: Whether to show a progress bar.
+        unit: `"sequence"`: a sample's log-likelihood is the sum over its labelled tokens. `"token"`: each labelled
+            token is a sample, with a backward pass for each position.
+        draws: Labels drawn for each sample if they are sampled.
+        log_likelihood: What to differentiate in place of the task's log p(y|x): `(outputs, batch) -> (N,)`.
+        head_seeds: Average over so many freshly drawn heads. A head that was not trained makes part of the gradient
+            random; the ranking then tells how far the order depends on it. 0 keeps the model's head.
+        engine: `"auto"`, `"hooks"`, `"layer_major"` or `"loop"`; see `layer_fisher`.
+
+    Returns:
+        The ranking.
+
+    Raises:
+        ValueError: An option is unknown; the model has several stacks and none is named; the data lack labels; a
+            gradient is not finite, or no layer gets one.
+        TypeError: The data are of another kind.
+
+    Example:
+
+        >>> from transformers import BertConfig, BertForSequenceClassification
+        >>> config = BertConfig(num_hidden_layers=3, hidden_size=8, num_attention_heads=2, intermediate_size=8)
+        >>> data = [{"input_ids": [2, i, 3], "label": i % 2} for i in range(4, 24)]
+        >>> ranking = rank_layers(BertForSequenceClassification(config), data, num_samples=10, progress=False)
+        >>> sorted(ranking.order), ranking.record["num_samples"]
+        ([0, 1, 2], 10)
+    """
+    chosen = find_score(score)
+    if aggregation not in AGGREGATIONS:
+        raise ValueError(f"aggregation={aggregation!r} is unknown; allowed are {', '.join(map(repr, AGGREGATIONS))}.")
+    base, layers = unwrap(model), choose_stack(model, stack)
+    record = _record(base, score, chosen, seed=seed)
+    batches: list[Batch] = []
+    objective = None
+    if chosen.needs_data:
+        if data is None:
+            raise ValueError(f"score={score!r} needs data: rank_layers(model, data, ...).")
+        objective = make_objective(
+            base, labels=labels, unit=unit, draws=draws, seed=seed, log_likelihood=log_likelihood
+        )
+        batches = _read(data, base, seed, num_samples, batch_size, data_collator)
+        record |= {"labels": labels if log_likelihood is None else "log_likelihood", "aggregation": aggregation}
+        record |= {"unit": unit, "draws": draws, "head_seeds": head_seeds}
+    request = ScoreRequest(base, layers.layers, batches, objective, aggregation, seed, engine)
+    results = list(_score(request, chosen, head_seeds, progress))
+    return _make_ranking(layers, results, record, seed)
+
+
+def _read(
+    data: Any,
+    model: nn.Module,
+    seed: int,
+    num_samples: int,
+    batch_size: int,
+    data_collator: Callable[[list[Any]], Mapping[str, Any]] | None,
+) -> list[Batch]:
+    with same_random_numbers(model, seed):
+        return list(
+            draw_batches(
+                data,
+                model,
+                num_samples=num_samples,
+                batch_size=batch_size,
+                data_collator=data_collator,
+                seed=seed,
+            )
+        )
+
+
+def _score(request: ScoreRequest, score: Score, head_seeds: int, progress: bool) -> Iterator[LayerScores]:
+    if head_seeds < 0 or (head_seeds and not score.needs_data):
+        raise ValueError(f"head_seeds={head_seeds!r}; allowed are integers from 0 on, for scores that look at data.")
+    total = sum(len(batch) for batch in request.batches) * max(1, head_seeds)
+    with tqdm(total=total, desc="ranking layers", unit=" samples", disable=not progress or not total) as bar:
+        request = replace(request, advance=bar.update)
+        if not head_seeds:
+            yield score.function(request)
+        for n in range(head_seeds):
+            with redrawn_head(request.model, request.seed + n):
+                yield score.function(request)
+
+
+def _make_ranking(layers: Stack, results: Sequence[LayerScores], record: dict[str, Any], seed: int) -> LayerRanking:
+    scores = torch.tensor([r.scores for r in results], dtype=torch.float64).mean(0).tolist()
+    first = results[0]
+    sure: Uncertainty | None = None
+    if first.shares is not None and first.counts is not None:
+        shares = torch.stack([r.shares for r in results if r.shares is not None]).mean(0)
+        sure = estimate_uncertainty(shares, first.counts, seed)
+    taus = [kendall_tau(a.scores, b.scores) for a, b in combinations(results, 2)]
+    return LayerRanking(
+        stack=layers.name,
+        scores=scores,
+        intervals=sure.intervals if sure else None,
+        top_probability=sure.top_probability if sure else None,
+        split_half_tau=sure.split_half_tau if sure else None,
+        head_tau=sum(taus) / len(taus) if taus else None,
+        record=record | {"num_samples": len(first.samples)} | first.record,
+    )
+
+
+def _record(model: nn.Module, name: str, score: Score, seed: int) -> dict[str, Any]:
+    config = getattr(model, "config", None)
+    dtype = next((str(p.dtype).removeprefix("torch.") for p in model.parameters()), "")
+    return {
+        "score": name,
+        "definition": score.definition,
+        "seed": seed,
+        "model": {
+            "class": type(model).__name__,
+            "name": getattr(config, "_name_or_path", "") or "",
+            "type": getattr(config, "model_type", ""),
+            "dtype": dtype,
+        },
+        "versions": {"torch": str(torch.__version__), "transformers": transformers.__version__},
+    }

@@ -1,0 +1,308 @@
+"""Scores: numbers for layers, the higher the more a layer matters. `register_score` adds one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from peft_surgical.batches import Batch, forward_names
+from peft_surgical.fisher import FisherMeasurement, LayerFisher, layer_fisher, layer_parameters, model_inputs
+from peft_surgical.layers import Layer
+from peft_surgical.log_likelihood import Objective
+from peft_surgical.model_state import untouched
+
+
+AGGREGATIONS = ("frobenius", "frobenius_per_tensor", "trace", "mean")
+
+
+@dataclass(frozen=True)
+class ScoreRequest:
+    """What a score function gets.
+
+    Args:
+        model: The base model, without wrappers.
+        layers: The layers to score.
+        batches: The samples; empty for a score that needs none.
+        objective: What to differentiate, a function of the model's outputs and a batch.
+        aggregation: How a layer's entries become one number.
+        seed: For whatever is random.
+        engine: How the Fisher is computed.
+        advance: To be called with the number of samples that were done.
+    """
+
+    model: nn.Module
+    layers: Sequence[Layer]
+    batches: Sequence[Batch]
+    objective: Objective | None = None
+    aggregation: str = "frobenius"
+    seed: int = 0
+    engine: str = "auto"
+    advance: Callable[[int], Any] = lambda samples: None
+
+
+@dataclass(frozen=True)
+class LayerScores:
+    """What a score function returns.
+
+    Args:
+        scores: One for each layer.
+        shares: What each sample contributes, (L, N), if that is known: it tells how sure the scores are.
+        counts: What each sample adds to the divisor, (N,).
+        samples: The number of each sample in the draw.
+        record: Whatever else should be remembered.
+    """
+
+    scores: list[float]
+    shares: Tensor | None = None
+    counts: Tensor | None = None
+    samples: list[int] = field(default_factory=list)
+    record: dict[str, Any] = field(default_factory=dict)
+
+
+ScoreFunction = Callable[[ScoreRequest], LayerScores]
+
+
+@dataclass(frozen=True)
+class Score:
+    """A registered score.
+
+    Args:
+        function: Computes it.
+        needs_data: Whether it looks at samples.
+        definition: One line that says what it is.
+    """
+
+    function: ScoreFunction
+    needs_data: bool
+    definition: str
+
+
+SCORES: dict[str, Score] = {}
+
+
+def register_score(name: str, *, needs_data: bool = True) -> Callable[[ScoreFunction], ScoreFunction]:
+    """Register a function as a score for `rank_layers(score=name)`.
+
+    Args:
+        name: The name.
+        needs_data: Whether it looks at samples.
+
+    Returns:
+        A decorator. The first line of the function's docstring becomes the score's definition in rankings.
+
+    Raises:
+        ValueError: The name is taken.
+
+    Example:
+
+        >>> @register_score("middle", needs_data=False)
+        ... def middle(request):
+        ...     "The middle layers first."
+        ...     last = len(request.layers) - 1
+        ...     return LayerScores([-abs(i - last / 2) for i in range(last + 1)])
+        >>> SCORES.pop("middle").definition
+        'The middle layers first.'
+    """
+
+    def register(function: ScoreFunction) -> ScoreFunction:
+        if name in SCORES:
+            raise ValueError(f"There is a score {name!r} already. Give yours another name.")
+        definition = (function.__doc__ or name).strip().splitlines()[0]
+        SCORES[name] = Score(function, needs_data, definition)
+        return function
+
+    return register
+
+
+def find_score(name: str) -> Score:
+    """The score of that name.
+
+    Raises:
+        ValueError: There is none.
+    """
+    if name not in SCORES:
+        raise ValueError(
+            f"score={name!r} is unknown; allowed are {', '.join(map(repr, sorted(SCORES)))}. "
+            "Add your own with register_score."
+        )
+    return SCORES[name]
+
+
+@register_score("fisher")
+def fisher(request: ScoreRequest) -> LayerScores:
+    """Diagonal of the Fisher information of log p(y|x), aggregated over the layer's entries.
+
+    Lodha et al. 2023, "On Surgical Fine-tuning for Language Encoders", section 3.1, equation 1.
+    """
+    assert request.objective is not None
+    measurement = layer_fisher(
+        request.model,
+        request.layers,
+        request.batches,
+        request.objective,
+        diagonal=request.aggregation.startswith("frobenius"),
+        engine=request.engine,
+        seed=request.seed,
+        on_batch=request.advance,
+    )
+    return aggregate(measurement, request.aggregation)
+
+
+def aggregate(measurement: FisherMeasurement, aggregation: str) -> LayerScores:
+    """One number for each layer, and what each sample contributes to it.
+
+    Args:
+        measurement: The diagonal Fisher.
+        aggregation: `"frobenius"`: the norm over all entries of the layer (the paper's text).
+            `"frobenius_per_tensor"`: the sum of the norms of its tensors (the paper's code). `"trace"`: the sum over
+            all entries. `"mean"`: their mean.
+    """
+    pairs = [_AGGREGATE[aggregation](layer) for layer in measurement.layers]
+    return LayerScores(
+        [score for score, _ in pairs],
+        torch.stack([shares for _, shares in pairs]),
+        measurement.counts,
+        measurement.samples,
+        {"engine": measurement.engine},
+    )
+
+
+def _frobenius(layer: LayerFisher) -> tuple[float, Tensor]:
+    tensors = list(layer.tensors.values())
+    norm = sum(t.norm**2 for t in tensors) ** 0.5
+    # |F| = sum_t <F_t, F_t> / |F|, and a tensor's shares add up to <F_t, F_t> / |F_t|
+    shares = torch.stack([t.shares * (t.norm / norm if norm else 0) for t in tensors]).sum(0)
+    return norm, shares
+
+
+def _frobenius_per_tensor(layer: LayerFisher) -> tuple[float, Tensor]:
+    tensors = list(layer.tensors.values())
+    return sum(t.norm for t in tensors), torch.stack([t.shares for t in tensors]).sum(0)
+
+
+def _trace(layer: LayerFisher) -> tuple[float, Tensor]:
+    tensors = list(layer.tensors.values())
+    return sum(t.trace for t in tensors), torch.stack([t.shares for t in tensors]).sum(0)
+
+
+def _mean(layer: LayerFisher) -> tuple[float, Tensor]:
+    trace, shares = _trace(layer)
+    size = sum(t.size for t in layer.tensors.values())
+    return trace / size, shares / size
+
+
+_AGGREGATE = {
+    "frobenius": _frobenius,
+    "frobenius_per_tensor": _frobenius_per_tensor,
+    "trace": _trace,
+    "mean": _mean,
+}
+
+
+@register_score("last", needs_data=False)
+def last(request: ScoreRequest) -> LayerScores:
+    """The last layers first (Lee et al. 2019, "What Would Elsa Do? Freezing Layers During Transformer
+    Fine-Tuning")."""
+    return LayerScores([float(i) for i in range(len(request.layers))])
+
+
+@register_score("first", needs_data=False)
+def first(request: ScoreRequest) -> LayerScores:
+    """The first layers first, as Lee et al. 2023 find best for shifts of the input ("Surgical Fine-Tuning", ICLR)."""
+    return LayerScores([float(-i) for i in range(len(request.layers))])
+
+
+@register_score("random", needs_data=False)
+def random(request: ScoreRequest) -> LayerScores:
+    """A random order, the control that Sung et al. 2021 compare the Fisher mask with."""
+    generator = torch.Generator().manual_seed(request.seed)
+    return LayerScores(torch.rand(len(request.layers), generator=generator).tolist())
+
+
+@register_score("grad_norm")
+def grad_norm(request: ScoreRequest) -> LayerScores:
+    """Norm of the mean gradient of the log-likelihood over the layer's entries (the numerator of Lee et al. 2023's
+    RGN)."""
+    return LayerScores([norm for norm, _ in _mean_gradient_norms(request)], samples=_samples(request))
+
+
+@register_score("rgn")
+def relative_gradient_norm(request: ScoreRequest) -> LayerScores:
+    """Relative gradient norm: norm of the layer's mean gradient over the norm of its weights.
+
+    Lee et al. 2023, "Surgical Fine-Tuning Improves Adaptation to Distribution Shifts", section 4.1 (Auto-RGN).
+    """
+    pairs = _mean_gradient_norms(request)
+    return LayerScores([norm / weight if weight else 0.0 for norm, weight in pairs], samples=_samples(request))
+
+
+@register_score("snr", needs_data=False)
+def signal_to_noise(request: ScoreRequest) -> LayerScores:
+    """Signal-to-noise ratio of the layer's weight matrices, the mean over them; needs no data.
+
+    Hartford et al. 2024, "Spectrum: Targeted Training on Signal to Noise Ratio": the sum of the singular values above
+    the Marchenko-Pastur edge, over the sum of those below it, over the largest one. The edge is sigma (1 + sqrt(m /
+    n)) for an n by m matrix with m <= n, with sigma taken from the interquartile range of the singular values.
+    """
+    scores = []
+    for group in layer_parameters(request.layers):
+        matrices = [p.detach() for p in group.values() if p.dim() >= 2]
+        if not matrices:
+            raise ValueError("score='snr' needs weight matrices, and a layer has none.")
+        ratios = [r for m in matrices for r in _signal_to_noise(m)]
+        scores.append(sum(ratios) / len(ratios))
+        request.advance(1)
+    return LayerScores(scores)
+
+
+def _signal_to_noise(weight: Tensor) -> list[float]:
+    """The ratio of a matrix, or of each of a stack of matrices."""
+    if weight.dim() > 3 or not weight.is_floating_point():
+        weight = weight.flatten(1)
+    if weight.dim() == 3:
+        return [ratio for matrix in weight for ratio in _signal_to_noise(matrix)]
+    singular = torch.linalg.svdvals(weight.to(torch.promote_types(weight.dtype, torch.float32)))
+    quartiles = torch.quantile(singular, torch.tensor([0.25, 0.75], dtype=singular.dtype, device=singular.device))
+    sigma = (quartiles[1] - quartiles[0]) / 1.349
+    edge = sigma * (1 + (min(weight.shape) / max(weight.shape)) ** 0.5)
+    signal, noise = singular[singular > edge].sum(), singular[singular <= edge].sum()
+    largest = singular[0].clamp_min(torch.finfo(singular.dtype).tiny)
+    # with nothing below the edge all is signal; Spectrum's code lets the ratio overflow there
+    return [float(signal / noise.clamp_min(torch.finfo(singular.dtype).eps * largest) / largest)]
+
+
+def _samples(request: ScoreRequest) -> list[int]:
+    return [i for batch in request.batches for i in batch.index]
+
+
+def _mean_gradient_norms(request: ScoreRequest) -> list[tuple[float, float]]:
+    """For each layer the norm of the gradient of the mean log-likelihood, and the norm of the weights."""
+    assert request.objective is not None
+    model, groups = request.model, layer_parameters(request.layers)
+    parameters = [p for group in groups for p in group.values()]
+    names = forward_names(model)
+    device = next(p.device for p in model.parameters())
+    with untouched(model, request.seed):
+        for p in parameters:
+            p.requires_grad_()
+        total = [torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for p in parameters]
+        count = 0.0
+        for batch in request.batches:
+            batch = batch.to(device)
+            values, counts = request.objective(model(**model_inputs(model, batch, names)), batch)
+            grads = torch.autograd.grad(values.sum(), parameters, allow_unused=True)
+            for t, g in zip(total, grads, strict=True):
+                if g is not None:
+                    t += g
+            count += float(counts.sum())
+            request.advance(len(batch))
+    sums = iter(total)
+    out = []
+    for group in groups:
+        gradient = sum(float((next(sums) / count).double().square().sum()) for _ in group) ** 0.5
+        out.append((gradient, sum(float(p.detach().double().square().sum()) for p in group.values()) ** 0.5))
+    return out
