@@ -1,13 +1,15 @@
 """Which tensors are bias terms, and which modules are norms.
 
 A bias term is a parameter that a module *adds*, whatever it is called. In the models of transformers these are the
-parameters whose name is `bias` or ends in `_bias`: those of linear modules, convolutions and norms, DeBERTa's `q_bias`
-and `v_bias`, the per-expert `gate_up_proj_bias`, XLNet's `r_w_bias`, `r_r_bias` and `r_s_bias`, which are added to the
-queries. With them go the `bias_u` and `bias_v` of Transformer-XL's attention, and the `bias_ih_l0` of recurrent modules.
+parameters whose name is `bias` or ends in `_bias`: those of linear modules, convolutions and norms, DeBERTa's
+`q_bias` and `v_bias`, the per-expert `gate_up_proj_bias`, XLNet's `r_w_bias`, `r_r_bias` and `r_s_bias`, which are
+added to the queries. With them go the `bias_u` and `bias_v` of Transformer-XL's attention, and the `bias_ih_l0` of
+recurrent modules.
 
-Not bias terms are: the weight of an embedding called `relative_attention_bias`, tables (`relative_position_bias_table`,
-`position_bias`), the extra key and value `bias_k` and `bias_v` of `nn.MultiheadAttention`, buffers of any name, and the
-corrections that a router adds only to choose experts, which get no gradient (`e_score_correction_bias`, `expert_bias`).
+Not bias terms are: the weight of an embedding called `relative_attention_bias`, tables (`position_bias`,
+`relative_position_bias_table`), the extra key and value `bias_k` and `bias_v` of `nn.MultiheadAttention`, buffers of
+any name, and what a router adds only to choose experts, which gets no gradient (`e_score_correction_bias`,
+`expert_bias`).
 """
 
 from __future__ import annotations

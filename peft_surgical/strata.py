@@ -55,7 +55,10 @@ class Stratum:
         plain: dict[str, Any] = {"layers": list(self.layers), "tune": self.tune}
         if self.tune == "lora":
             targets = self.target_modules
-            plain |= {"target_modules": targets if isinstance(targets, str) else list(targets or ()), "bias": self.bias}
+            plain |= {
+                "target_modules": targets if isinstance(targets, str) else list(targets or ()),
+                "bias": self.bias,
+            }
         if self.add_bias:
             plain["add_bias"] = True
         return plain
@@ -149,7 +152,8 @@ def check_depth_marks(n1: Any, n2: Any) -> tuple[int | float, int | float]:
             mark = float(value) if isinstance(value, float) else operator.index(value)
         except TypeError:
             raise TypeError(
-                f"{name}={value!r} is a {type(value).__name__}; allowed are a layer's index or a fraction of the depth."
+                f"{name}={value!r} is a {type(value).__name__}; allowed are the index of a layer or a fraction of the "
+                "depth."
             ) from None
         if not (0 < mark < 1 if isinstance(mark, float) else mark >= 0):
             raise ValueError(f"{name}={value!r} must be a layer's index, 0 or more, or a fraction between 0 and 1.")
@@ -176,7 +180,9 @@ def _check_stratum(item: Any) -> None:
     if item.get("bias", "none") not in BIASES:
         raise ValueError(f"bias={item['bias']!r} in the stratum {dict(item)!r}: allowed are {', '.join(BIASES)}.")
     if isinstance(item["layers"], Mapping):
-        raise ValueError(f"Name the stack around the strata: strata={{{next(iter(item['layers']), 'stack')!r}: [...]}}.")
+        raise ValueError(
+            f"Name the stack around the strata: strata={{{next(iter(item['layers']), 'stack')!r}: [...]}}."
+        )
 
 
 def _items_by_stack(model: nn.Module, config: Any) -> dict[Stack, list[Mapping]]:
@@ -202,7 +208,9 @@ def _items_by_stack(model: nn.Module, config: Any) -> dict[Stack, list[Mapping]]
         "strata={'stack': [...]} to choose otherwise.",
         config.n1,
         config.n2,
-        "; ".join(f"{s.name}: {', '.join(i['layers'] + ' ' + i['tune'] for i in items)}" for s, items in found.items()),
+        "; ".join(
+            f"{s.name}: {', '.join(i['layers'] + ' ' + i['tune'] for i in items)}" for s, items in found.items()
+        ),
     )
     return found
 
@@ -265,4 +273,5 @@ def _check_cover(stack: Stack, strata: Sequence[Stratum]) -> None:
 def _with_targets(stratum: Stratum, model: nn.Module, config: Any) -> Stratum:
     if stratum.tune != "lora" or stratum.target_modules is not None:
         return stratum
-    return replace(stratum, target_modules=tuple(attention_names(model, stratum.modules, config.variant or "II")))
+    names = attention_names(model, stratum.modules, config.variant or "II")
+    return replace(stratum, target_modules=tuple(sorted(names)))

@@ -89,13 +89,24 @@ def innermost_tuned(module: Any) -> TunedModule | None:
 
 
 def original_tensor(module: nn.Module, name: str) -> torch.Tensor:
-    """The base's own value of a module's tensor, whatever adapters are around it or merged into it."""
+    """The base's own value of a module's tensor, whatever adapters are around it or merged into it.
+
+    A bias that a linear module lacks is zero.
+    """
     tuned = innermost_tuned(module) or module._modules.get(TunedOwner.child_name)
     if isinstance(tuned, TunedModule):
         return tuned.original(name)
     inner = bottom(module)
     path, _, attribute = name.rpartition(".")
-    return getattr(inner.get_submodule(path), attribute)
+    tensor = getattr(inner.get_submodule(path), attribute)
+    return zero_bias(inner) if tensor is None else tensor
+
+
+def zero_bias(linear: nn.Module) -> torch.Tensor:
+    """The bias that a linear module without one could have: zeros, in the dtype that it computes in."""
+    weight: Any = linear.weight
+    dtype = weight.dtype if weight.is_floating_point() else getattr(linear, "compute_dtype", None)
+    return torch.zeros(linear.out_features, dtype=dtype, device=weight.device)  # type: ignore[call-overload]
 
 
 def tensor_names(module: nn.Module) -> list[str]:

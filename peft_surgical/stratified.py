@@ -1,0 +1,202 @@
+"""SPAFIT and strata of any kind: layers that are frozen, or get trained biases, norms, LoRA or all weights.
+
+Arora & Wang (2024), "SPAFIT: Stratified Progressive Adaptation Fine-tuning for Pre-trained Large Language Models".
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from peft.tuners.lora import LoraModel
+from peft.tuners.lora.layer import LoraLayer
+from peft.tuners.tuners_utils import (
+    BaseTunerLayer,
+    _ExcludedModule,
+    _maybe_include_all_linear_layers,
+    check_target_module_exists,
+)
+from peft.utils.other import get_pattern_key
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from peft_surgical.registration import register_method
+from peft_surgical.strata import plain_strata, resolve_strata
+from peft_surgical.stratified_config import StratifiedConfig
+from peft_surgical.stratified_layers import StratifiedModule, StratifiedOwner, make_restoring
+from peft_surgical.stratum_tensors import check_choice, copied_tensors, lora_paths
+from peft_surgical.surgical import _is_excluded
+from peft_surgical.tuned_module import TunedModule
+from peft_surgical.tuner import DeltaTuner, _Matching
+from peft_surgical.units import base_modules, bottom, matches_any, original_tensor
+
+
+class StratifiedModel(DeltaTuner, LoraModel):  # type: ignore[misc]
+    """The tuner behind `StratifiedConfig`. Made by `get_peft_model` and `PeftModel.from_pretrained`."""
+
+    prefix: str = "lora_"
+    tuner_layer_cls = BaseTunerLayer  # type: ignore[assignment]
+    tuned_module_cls = StratifiedModule
+    tuned_owner_cls = StratifiedOwner
+
+    # ---- before the model is changed
+
+    def _prepare_model(self, peft_config: Any, model: nn.Module) -> None:
+        LoraModel._prepare_model(self, peft_config, model)
+        super()._prepare_model(peft_config, model)
+
+    def _choose_tensors(self, config: Any, model: nn.Module) -> dict[str, list[str]]:
+        config._owners = set()
+        if not config.is_stratified:
+            _maybe_include_all_linear_layers(config, model)
+            config._lora = {path for path, _ in base_modules("", model) if check_target_module_exists(config, path)}
+            return {}
+        config._lora = set()
+
+        def is_left_out(path: str) -> bool:
+            return matches_any(path, config.modules_to_save) or _is_excluded(path, config)
+
+        chosen: dict[str, list[str]] = {}
+        strata = resolve_strata(model, config)
+        for stratum in strata:
+            for layer in stratum.modules:
+                lora = lora_paths(stratum, layer, is_left_out)
+                config._lora.update(lora)
+                for path, (owner, names) in copied_tensors(stratum, layer, lora, is_left_out).items():
+                    chosen[path] = names
+                    if owner.has_parts or path == layer.path:
+                        config._owners.add(path)
+        check_choice(config, chosen, model)
+        config.strata = plain_strata(strata, model)
+        config.n1 = config.n2 = config.variant = None
+        return chosen
+
+    def _touched_tensors(self, config: Any, model: nn.Module) -> dict[str, torch.Tensor]:
+        touched = super()._touched_tensors(config, model)
+        for path in config._lora:
+            module = model.get_submodule(path)
+            if isinstance(getattr(bottom(module), "weight", None), torch.Tensor):
+                touched[f"{path}.weight"] = original_tensor(module, "weight")
+        # quantised weights and those without values tell nothing that holds on the same base in another form
+        return {
+            name: tensor
+            for name, tensor in touched.items()
+            if type(tensor) in (torch.Tensor, nn.Parameter) and tensor.device.type != "meta"
+        }
+
+    def _expected_tensors(self, config: Any, model: nn.Module) -> dict[str, torch.Size]:
+        shapes = super()._expected_tensors(config, model)
+        for path in config._lora:
+            module = bottom(model.get_submodule(path))
+            r = config.rank_pattern.get(get_pattern_key([*config.rank_pattern], path), config.r)
+            if isinstance(module, Conv1D):
+                inputs, outputs = module.weight.shape
+            elif isinstance(module, nn.Linear):
+                inputs, outputs = module.in_features, module.out_features
+            else:
+                continue
+            shapes[f"base_model.model.{path}.lora_A.weight"] = torch.Size((r, inputs))
+            shapes[f"base_model.model.{path}.lora_B.weight"] = torch.Size((outputs, r))
+        return shapes
+
+    def _is_known_tensor(self, model: nn.Module):
+        is_known = super()._is_known_tensor(model)
+        # tensors of LoRA's variants and on other modules; checked when the adapter is in place
+        return lambda name: is_known(name) or f".{self.prefix}" in name
+
+    # ---- changing the model
+
+    @staticmethod
+    def _check_target_module_exists(peft_config: Any, key: str) -> Any:
+        if not peft_config.is_stratified:
+            return check_target_module_exists(peft_config, key)
+        if key in peft_config._units or key in peft_config._lora:
+            return True
+        found = check_target_module_exists(
+            _Matching([], peft_config.exclude_modules, peft_config.modules_to_save), key
+        )
+        return found if isinstance(found, _ExcludedModule) else False
+
+    def _create_and_replace(  # type: ignore[override]
+        self,
+        peft_config: Any,
+        adapter_name: str,
+        target: nn.Module,
+        target_name: str,
+        parent: nn.Module,
+        current_key: str,
+        **kwargs: Any,
+    ) -> None:
+        gets_lora = not peft_config.is_stratified or current_key in peft_config._lora
+        if current_key in peft_config._units or not gets_lora:
+            super()._create_and_replace(peft_config, adapter_name, target, target_name, parent, current_key)
+            target = getattr(parent, target_name)
+        if gets_lora:
+            if isinstance(bottom(target), (nn.Linear, Conv1D)):
+                peft_config.fan_in_fan_out = isinstance(bottom(target), Conv1D)
+            LoraModel._create_and_replace(
+                self, peft_config, adapter_name, target, target_name, parent, current_key, **kwargs
+            )
+
+    @staticmethod
+    def _create_new_module(lora_config: Any, adapter_name: str, target: nn.Module, **kwargs: Any):
+        return make_restoring(LoraModel._create_new_module(lora_config, adapter_name, target, **kwargs))
+
+    def _check_target_module_compatiblity(self, peft_config: Any, model: nn.Module, target_name: str) -> None:
+        LoraModel._check_target_module_compatiblity(self, peft_config, model, target_name)
+
+    def inject_adapter(self, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
+        if any(module.merged for module in self._tuner_layers()):
+            warnings.warn("An adapter cannot be added while others are merged. Unmerging them first.", stacklevel=2)
+            self.unmerge_adapter()
+        super().inject_adapter(model, adapter_name, *args, **kwargs)
+
+    def delete_adapter(self, adapter_name: str) -> None:
+        super().delete_adapter(adapter_name)
+        for module in self._tuner_layers():
+            if isinstance(module, LoraLayer):
+                module.lora_variant.pop(adapter_name, None)
+
+    # ---- merging
+
+    def merge_adapter(self, adapter_names: list[str] | None = None, safe_merge: bool = False) -> None:
+        """Put adapters into the base, whose own values are kept aside for `unmerge_adapter`.
+
+        Args:
+            adapter_names: The adapters; the active ones if None.
+            safe_merge: Check that the merged values are finite first.
+        """
+        merged = list(dict.fromkeys(name for m in self._tuner_layers() for name in m.merged_adapters))
+        names = list(adapter_names if adapter_names is not None else self.active_adapters)
+        if merged:  # start afresh, so that the order of merging makes no difference
+            self.unmerge_adapter()
+        self._check_merge_allowed()
+        # copies stand for the base's weights, to which LoRA adds: they go first
+        for module in sorted(self._tuner_layers(), key=lambda m: not isinstance(m, TunedModule)):
+            module.merge(safe_merge=safe_merge, adapter_names=[*merged, *(n for n in names if n not in merged)])
+
+    def unmerge_adapter(self) -> None:
+        """Give the base its own values back, bit for bit; quantised weights as nearly as PEFT can."""
+        for module in self._tuner_layers():
+            if module.merged:
+                module.unmerge()
+
+    def _tuner_layers(self) -> list[Any]:
+        """All adapted modules, an outer one before those inside it."""
+        return [module for module in self.model.modules() if isinstance(module, BaseTunerLayer)]
+
+    # ---- saving and loading
+
+    @classmethod
+    def _remove_adapter_name_from_key(cls, key: str, adapter_name: str) -> str:
+        # whether LoRA of another adapter is around a module must not show in the file
+        container = cls.tuned_module_cls.adapter_layer_names[0]
+        return (
+            super()
+            ._remove_adapter_name_from_key(key, adapter_name)
+            .replace(f".base_layer.{container}", f".{container}")
+        )
+
+
+register_method("STRATIFIED", StratifiedConfig, StratifiedModel, StratifiedModel.prefix)
