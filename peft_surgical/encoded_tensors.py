@@ -8,7 +8,7 @@ translation of names.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 import zstandard
@@ -181,15 +181,26 @@ def encode_state(
     return encoded
 
 
-def decode_state(model: nn.Module, adapter_name: str, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Decode an adapter's tensors, by their names in its file; what is not encoded passes through."""
+def decode_state(
+    model: nn.Module,
+    adapter_name: str,
+    state: Mapping[str, torch.Tensor],
+    name_in_file: Callable[[str, str], str],
+) -> dict[str, torch.Tensor]:
+    """Decode an adapter's tensors, by their names in its file; what is not encoded passes through.
+
+    Args:
+        model: The model with the adapter in it.
+        adapter_name: The adapter.
+        state: The tensors of its file.
+        name_in_file: Gives a tensor's name in the file from its name in the model and the adapter.
+    """
     if not any(SEPARATOR in name for name in state):
         return dict(state)
     bases: dict[str, torch.Tensor] = {}
     for name, base in _bases(model, adapter_name, {}):
-        owner, _, key = name.rpartition(f".{adapter_name}.")
-        name = f"{owner}.{key}"
-        bases[name] = bases[f"base_model.model.{name}"] = base
+        name = name_in_file(name, adapter_name)
+        bases[name] = bases[f"base_model.model.{name}"] = base  # a model without PeftModel around it has no prefix
     return decode_tensors(state, bases)
 
 

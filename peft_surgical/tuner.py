@@ -305,7 +305,7 @@ class DeltaTuner(BaseTuner):
 
     @classmethod
     def _remap_adapter_state_dict_for_load(cls, model, config, adapter_name, state_dict):
-        decoded = decode_state(model, adapter_name, state_dict)
+        decoded = decode_state(model, adapter_name, state_dict, cls._remove_adapter_name_from_key)
         remapped = super()._remap_adapter_state_dict_for_load(model, config, adapter_name, decoded)
         shapes = {name: torch.Size(tensor.shape) for name, tensor in remapped.items()}
         source = f"The state for adapter {adapter_name!r}"
