@@ -257,17 +257,6 @@ class TunedModule(nn.Module, BaseTunerLayer):
 
     # ---- loading
 
-    def _load_from_state_dict(self, state_dict, prefix, *args, **kwargs):
-        """Give loaded tensors the dtype of the live ones, and the base's device where those are still empty."""
-        for adapter, copies in self.tuned.items():
-            for name in copies.names:
-                key = f"{prefix}{self.adapter_layer_names[0]}.{adapter}.{_key(name)}"
-                if key in state_dict:
-                    live, base = copies[name], self.base_tensor(name)
-                    device = base.device if live.device.type == "meta" else live.device
-                    state_dict[key] = state_dict[key].to(device=device, dtype=live.dtype)
-        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
-
     def _move_adapter_to_device_of_base_layer(self, adapter_name: str, device: torch.device | None = None) -> None:
         """Move an adapter to the base's device. PEFT's own version would also cast it to the base's dtype."""
         if adapter_name not in self.tuned:

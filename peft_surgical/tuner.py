@@ -297,7 +297,7 @@ class DeltaTuner(BaseTuner):
     @classmethod
     def _get_adapter_state_dict(cls, model, config, adapter_name, state_dict, unwanted_adapter_names):
         found = super()._get_adapter_state_dict(model, config, adapter_name, state_dict, unwanted_adapter_names)
-        expected = _live_shapes(cls, model, adapter_name)
+        expected = {name: tensor.shape for name, tensor in live_tensors(model, adapter_name).items()}
         heads = {name: tensor for name, tensor in state_dict.items() if name in expected}
         shapes = {name: torch.Size(tensor.shape) for name, tensor in {**found, **heads}.items() if name in expected}
         check_tensors(shapes, expected, source=f"The state of adapter {adapter_name!r}")
@@ -307,11 +307,15 @@ class DeltaTuner(BaseTuner):
     def _remap_adapter_state_dict_for_load(cls, model, config, adapter_name, state_dict):
         decoded = decode_state(model, adapter_name, state_dict, cls._remove_adapter_name_from_key)
         remapped = super()._remap_adapter_state_dict_for_load(model, config, adapter_name, decoded)
-        shapes = {name: torch.Size(tensor.shape) for name, tensor in remapped.items()}
-        source = f"The state for adapter {adapter_name!r}"
-        known = embedding_tensors(model)
-        check_tensors(shapes, _live_shapes(cls, model, adapter_name), source=source, is_known=known.__contains__)
-        return remapped
+        live = live_tensors(model, adapter_name)
+        check_tensors(
+            {name: torch.Size(tensor.shape) for name, tensor in remapped.items()},
+            {name: tensor.shape for name, tensor in live.items()},
+            source=f"The state for adapter {adapter_name!r}",
+            is_known=embedding_tensors(model).__contains__,
+        )
+        # PEFT may assign what it loads, which would bring the file's dtype into the model
+        return {name: tensor.to(live[name].dtype) if name in live else tensor for name, tensor in remapped.items()}
 
 
 @dataclass
@@ -359,9 +363,9 @@ def embedding_tensors(model: nn.Module) -> set[str]:
     return found
 
 
-def _live_shapes(tuner_cls: type[BaseTuner], model: nn.Module, adapter_name: str) -> dict[str, torch.Size]:
-    """The shapes of all tensors of an adapter in a model, head included, by their names in the model."""
-    shapes: dict[str, torch.Size] = {}
+def live_tensors(model: nn.Module, adapter_name: str) -> dict[str, torch.Tensor]:
+    """All tensors of an adapter in a model, head included, by their names in the model."""
+    found: dict[str, torch.Tensor] = {}
     for path, module in model.named_modules():
         tables: Mapping[str, Any] = {}
         if isinstance(module, BaseTunerLayer):
@@ -374,7 +378,7 @@ def _live_shapes(tuner_cls: type[BaseTuner], model: nn.Module, adapter_name: str
             entry = table[adapter_name]
             prefix = f"{path}.{name}.{adapter_name}".removeprefix("_fsdp_wrapped_module.")
             if isinstance(entry, nn.Module):
-                shapes.update({f"{prefix}.{key}": value.shape for key, value in entry.state_dict().items()})
+                found.update({f"{prefix}.{key}": value for key, value in entry.state_dict().items()})
             else:
-                shapes[prefix] = entry.shape
-    return shapes
+                found[prefix] = entry
+    return found

@@ -194,6 +194,8 @@ def test_the_kept_cast_follows_every_write_to_the_copy(dtype):
         assert torch.equal(tuned(x), expected())
         tuned.load_state_dict({**tuned.state_dict(), "surgical_params.a.weight": torch.full((4, 4), 2.0)})
         assert torch.equal(tuned(x), expected())
+        tuned.load_state_dict({**tuned.state_dict(), "surgical_params.a.weight": torch.ones(4, 4)}, assign=True)
+        assert torch.equal(tuned(x), expected())
     with torch.inference_mode():
         kept = tuned(x)
     tuned.requires_grad_(False)

@@ -1,0 +1,77 @@
+"""The table of docs/dtypes.md."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from peft import PeftModel, get_peft_model
+from safetensors.torch import load_file
+from tiny_models import batch, build
+
+from peft_surgical import SurgicalConfig
+
+
+F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+TABLE = [
+    # base, autocast_adapter_dtype, trained = saved = loaded copy
+    (F32, True, F32),
+    (F32, False, F32),
+    (BF16, True, F32),
+    (BF16, False, BF16),
+    (F16, True, F32),
+    (F16, False, F16),
+]
+
+
+def dtypes(model):
+    return {p.dtype for name, p in model.named_parameters() if ".surgical_params." in name}
+
+
+@pytest.mark.parametrize(("base", "autocast", "copy"), TABLE)
+def test_the_trained_and_the_saved_copy(base, autocast, copy, tmp_path):
+    config = SurgicalConfig(task_type="SEQ_CLS", layers=[1])
+    model = get_peft_model(build("bert").to(base), config, autocast_adapter_dtype=autocast)
+    assert dtypes(model) == {copy}
+    output = model(**batch("bert"))
+    assert output.logits.dtype == base
+    output.loss.backward()
+    assert all(p.grad.dtype == p.dtype for p in model.parameters() if p.requires_grad)
+    model.save_pretrained(tmp_path)
+    saved = load_file(tmp_path / "adapter_model.safetensors")
+    assert {value.dtype for name, value in saved.items() if "surgical_params" in name} == {copy}
+    assert {value.dtype for name, value in saved.items() if "classifier" in name} == {base}
+
+
+@pytest.mark.parametrize("low_cpu_mem_usage", [False, True])
+@pytest.mark.parametrize("file", [F32, BF16])
+@pytest.mark.parametrize(("base", "autocast", "copy"), TABLE)
+def test_the_loaded_copy_whatever_the_file_holds(base, autocast, copy, file, low_cpu_mem_usage, tmp_path):
+    config = SurgicalConfig(task_type="SEQ_CLS", layers=[1])
+    get_peft_model(build("bert").to(file), config, autocast_adapter_dtype=False).save_pretrained(tmp_path)
+    model = PeftModel.from_pretrained(
+        build("bert").to(base), tmp_path, autocast_adapter_dtype=autocast, low_cpu_mem_usage=low_cpu_mem_usage
+    )
+    assert dtypes(model) == {copy}
+    model(**batch("bert"))
+    with torch.no_grad():
+        saved = load_file(tmp_path / "adapter_model.safetensors")
+        for name, parameter in model.named_parameters():
+            if ".surgical_params." in name:
+                assert torch.equal(parameter, saved[name.replace(".default.", ".")].to(copy))
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16])
+def test_merging_rounds_once(dtype):
+    model = get_peft_model(build("bert").to(dtype), SurgicalConfig(layers=[1]))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    copies = {
+        name.removeprefix("base_model.model.").replace(".surgical_params.default", ""): p.detach().clone()
+        for name, p in model.named_parameters()
+        if p.requires_grad
+    }
+    merged = model.merge_and_unload()
+    assert copies
+    assert all(torch.equal(merged.get_parameter(name), value.to(dtype)) for name, value in copies.items())
