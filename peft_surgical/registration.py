@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from peft import PeftConfig
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 from peft.tuners.tuners_utils import BaseTuner
-from peft.utils import register_peft_method
+from peft.utils import hotswap, register_peft_method
 from peft.utils.peft_types import PeftType
+from torch import nn
 
 
 # what the tuners of this package override or call; a PEFT without them would ignore the overrides in silence
@@ -19,6 +23,9 @@ _REQUIRED = (
     "_get_adapter_state_dict",
     "_remap_adapter_state_dict_for_load",
 )
+
+
+SwapIn = Callable[[nn.Module, Mapping[str, torch.Tensor], str, PeftConfig], None]
 
 
 def register_method(name: str, config_cls: type[PeftConfig], model_cls: type[BaseTuner], prefix: str) -> None:
@@ -46,6 +53,37 @@ def register_method(name: str, config_cls: type[PeftConfig], model_cls: type[Bas
         PEFT_TYPE_TO_TUNER_MAPPING[peft_type] = model_cls
         return
     register_peft_method(name=name.lower(), config_cls=config_cls, model_cls=model_cls, prefix=prefix)
+
+
+def register_hotswap(name: str, swap_in: SwapIn, model_cls: type[BaseTuner], keys: Sequence[str] = ()) -> None:
+    """Let PEFT's `hotswap_adapter` use another function for one method.
+
+    PEFT's own function loads the saved adapter and hands it to `hotswap_adapter_from_state_dict`, which is replaced,
+    once, by one that looks the method up first.
+
+    Args:
+        name: The method's name in capitals.
+        swap_in: Called with the model, the tensors by their names in the file, the adapter's name and its config.
+        model_cls: The class of the method's tuner.
+        keys: Options in which the two configs must agree, as PEFT checks them.
+    """
+
+    def without_adapter_name(model, state_dict, adapter_name, config, *args, **kwargs):
+        names = {key: model_cls._remove_adapter_name_from_key(key, adapter_name) for key in state_dict}
+        swap_in(model, {names[key]: tensor for key, tensor in state_dict.items()}, adapter_name, config)
+
+    hotswap.CONFIG_KEYS_TO_CHECK[PeftType[name]] = list(keys)
+    original: Any = hotswap.hotswap_adapter_from_state_dict
+    if not hasattr(original, "swaps"):
+
+        @functools.wraps(original)
+        def by_method(model, state_dict, adapter_name, config, *args, **kwargs):
+            swap = by_method.swaps.get(config.peft_type, original)  # type: ignore[attr-defined]
+            return swap(model, state_dict, adapter_name, config, *args, **kwargs)
+
+        by_method.swaps = {}  # type: ignore[attr-defined]
+        hotswap.hotswap_adapter_from_state_dict = by_method
+    hotswap.hotswap_adapter_from_state_dict.swaps[PeftType[name]] = without_adapter_name  # type: ignore[attr-defined]
 
 
 def add_peft_type(name: str) -> PeftType:

@@ -16,8 +16,9 @@ from peft.tuners.tuners_utils import (
 from torch import nn
 
 from peft_surgical.config import DeltaConfig
+from peft_surgical.hotswap import swap_in
 from peft_surgical.layers import Layer, LayerSpec, plain_layers, resolve_layers, unwrap
-from peft_surgical.registration import add_peft_type, register_method
+from peft_surgical.registration import add_peft_type, register_hotswap, register_method
 from peft_surgical.tuned_module import TunedModule, TunedOwner
 from peft_surgical.tuner import DeltaTuner, _Matching
 from peft_surgical.units import bottom, matches_any, own_tensor_names, units
@@ -264,3 +265,4 @@ def _quantised(path: str, module: nn.Module) -> ValueError:
 
 
 register_method("SURGICAL", SurgicalConfig, SurgicalModel, SurgicalModel.prefix)
+register_hotswap("SURGICAL", swap_in, SurgicalModel)

@@ -1,9 +1,9 @@
-"""Combine adapters into a new one: the base plus a weighted sum of their differences, or PEFT's pruned variants of it."""
+"""Combine adapters into a new one: the base plus a weighted sum of differences, or PEFT's pruned variants of that."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -31,7 +31,7 @@ def add_weighted_adapter(
     """Add an adapter that combines others; see `DeltaTuner.add_weighted_adapter`."""
     combine = _combination(combination_type, density, majority_sign_method)
     _check(tuner, adapters, weights, adapter_name)
-    tuner.peft_config[adapter_name] = united = united_config(tuner, adapters)
+    tuner.peft_config[adapter_name] = united_config(tuner, {name: tuner.peft_config[name] for name in adapters})
     try:
         tuner.inject_adapter(tuner.model, adapter_name)
     except BaseException:
@@ -48,41 +48,46 @@ def add_weighted_adapter(
                 _combine_lora(tuner, module, adapters, weights, adapter_name, pruning, density, majority_sign_method)
 
 
-def united_config(tuner: Any, adapters: Sequence[str]) -> Any:
-    """A config that chooses what any of the adapters chooses.
+def united_config(tuner: Any, configs: Mapping[str, Any]) -> Any:
+    """A config that chooses what any of several configs chooses.
+
+    Args:
+        tuner: The tuner of the model that the configs have been resolved on.
+        configs: The configs by a name for each, for errors.
 
     Raises:
         ValueError: No config can say that, or the tasks have different labels.
     """
-    configs = [tuner.peft_config[name] for name in adapters]
-    labels = {name: (config.labels or {}).get("num_labels") for name, config in zip(adapters, configs, strict=True)}
+    first = next(iter(configs.values()))
+    labels = {name: (config.labels or {}).get("num_labels") for name, config in configs.items()}
     if len(set(labels.values())) > 1:
         raise ValueError(
-            f"The adapters' heads (modules_to_save={configs[0].modules_to_save}) have different numbers of labels, "
-            f"{labels}, and cannot be combined."
+            f"The heads (modules_to_save={first.modules_to_save}) of these adapters have different numbers of labels, "
+            f"{labels}, and cannot be brought together."
         )
-    united = copy.copy(configs[0])
-    united.modules_to_save = list(dict.fromkeys(n for c in configs for n in c.modules_to_save or [])) or None
+    united = copy.copy(first)
+    heads = [name for config in configs.values() for name in config.modules_to_save or []]
+    united.modules_to_save = list(dict.fromkeys(heads)) or None
     united.ranking_record, united.base, united.inference_mode, united.init_weights = None, None, False, True
     vars(united).pop("_source", None)  # it is not read from a file
-    tuner._unite_choice(united, configs)
-    _check_union(tuner, united, configs, adapters)
+    tuner._unite_choice(united, list(configs.values()))
+    _check_union(tuner, united, configs)
     return united
 
 
-def _check_union(tuner: Any, united: Any, configs: Sequence[Any], adapters: Sequence[str]) -> None:
-    chosen = _tensors(tuner._choose_tensors(copy.copy(united), tuner.model))
-    wanted = set().union(*(_tensors(config._units) for config in configs))
+def _check_union(tuner: Any, united: Any, configs: Mapping[str, Any]) -> None:
+    probe = copy.copy(united)
+    chosen = _tensors(tuner._choose_tensors(probe, tuner.model), probe)
+    wanted = set().union(*(_tensors(config._units, config) for config in configs.values()))
     if chosen != wanted:
-        differing = sorted(chosen ^ wanted)[0]
         raise ValueError(
-            f"The adapters {list(adapters)} choose their tensors in ways that no one configuration can express "
-            f"together: {'.'.join(differing)}. Combine adapters with the same options besides their layers."
+            f"The adapters {list(configs)} choose their modules in ways that no one configuration can express "
+            f"together, e.g. {sorted(chosen ^ wanted)[0]}. Give them the same options besides their layers."
         )
 
 
-def _tensors(units: dict[str, list[str]]) -> set[tuple[str, str]]:
-    return {(path, name) for path, names in units.items() for name in names}
+def _tensors(units: Mapping[str, Sequence[str]], config: Any) -> set[str]:
+    return {f"{path}.{name}" for path, names in units.items() for name in names} | getattr(config, "_lora", set())
 
 
 def _combination(kind: str, density: float | None, majority_sign_method: str) -> Callable[..., torch.Tensor]:
@@ -148,7 +153,7 @@ def _combine_heads(
 def _combined(
     base: torch.Tensor, sources: Sequence[tuple[torch.Tensor, float]], combine: Callable[..., torch.Tensor]
 ) -> torch.Tensor:
-    """The base plus the combination of the differences; in float64, so that weight 1 gives the adapter's own values."""
+    """The base plus the combined differences, in float64, so that weight 1 gives the adapter's own values."""
     if not base.is_floating_point():
         return sources[0][0].clone()
     start = base.double()
@@ -167,7 +172,7 @@ def _combine_lora(
     density: float | None,
     majority_sign_method: str,
 ) -> None:
-    """LoRA's difference is a product of two matrices; a sum of products is one product of the matrices side by side."""
+    """LoRA's difference is a product of matrices; a sum of products is one product of the matrices side by side."""
     target_a, target_b = _lora_matrices(layer, adapter_name)
     if pruning is not None:
         target_a.data, target_b.data = tuner._svd_generalized_task_arithmetic_weighted_adapter(
