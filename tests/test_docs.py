@@ -1,9 +1,9 @@
 """Every code sample of the documentation runs, and every command line shown exists.
 
 The python blocks of a page run from top to bottom in one namespace, as a reader would type them. What a reader is
-assumed to have (`model`, `base`, `tokenizer`, `train_dataset`, `eval_dataset`, `collator`, `args`) is made here, small
-and random. A page may hold lines that only the test sees, in a comment: `<!-- test` ... `-->`. Checkpoint names
-resolve to tiny local ones, as the working directory has folders of these names.
+assumed to have (`model`, `base`, `tokenizer`, `train_dataset`, `eval_dataset`, `collator`, `args`, a task `cola`)
+is made here, small and random. A page may hold lines that only the test sees, in a comment: `<!-- test` ... `-->`.
+Checkpoint names resolve to tiny local ones, as the working directory has folders of these names.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ import tiny_models
 import torch
 import transformers
 import typer
+from peft import get_peft_model
 from tokenizers import Tokenizer, models, pre_tokenizers
+
+from peft_surgical import SurgicalConfig
 
 
 ROOT = Path(__file__).parents[1]
@@ -95,6 +98,8 @@ def namespace(tmp_path, monkeypatch) -> dict[str, Any]:
         torch.manual_seed(0)
         return transformers.AutoModelForSequenceClassification.from_pretrained(CHECKPOINT, num_labels=2).eval()
 
+    tuned = get_peft_model(load(), SurgicalConfig(task_type="SEQ_CLS", layers="last:1"))
+    tuned.save_pretrained("cola")
     args = transformers.TrainingArguments(
         "runs", max_steps=2, per_device_train_batch_size=4, report_to=[], disable_tqdm=True, use_cpu=True
     )
