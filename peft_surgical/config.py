@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from huggingface_hub import hf_hub_download
 from peft import PeftConfig
 from peft.utils import SAFETENSORS_WEIGHTS_NAME
@@ -41,6 +42,7 @@ class DeltaConfig(PeftConfig):
         self._units: dict[str, list[str]] = {}
         self._owners: set[str] = set()
         self._shared: dict[int, nn.Parameter] = {}
+        self._shapes: dict[str, torch.Size] = {}
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str, subfolder: str | None = None, **kwargs: Any):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -141,11 +141,15 @@ class DeltaTuner(BaseTuner):
         tuned._active_adapter = list(self.active_adapters)
 
     def inject_adapter(self, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
+        if hasattr(nn.ModuleDict(), adapter_name) or "." in adapter_name:
+            raise ValueError(f"An adapter cannot be called {adapter_name!r}: PyTorch uses that name itself. Rename it.")
         super().inject_adapter(model, adapter_name, *args, **kwargs)
         config: Any = self.peft_config[adapter_name]
         config._shared = {}
         if config.labels and self._labels_of_base:
             resize_heads(model, adapter_name, config.labels["num_labels"], self._labels_of_base["num_labels"])
+        # sharding, which comes later, hides the shapes
+        config._shapes = {name: tensor.shape for name, tensor in live_tensors(model, adapter_name).items()}
         self._sync_labels()
 
     def _check_target_module_compatiblity(self, peft_config: Any, model: nn.Module, target_name: str) -> None:
@@ -297,7 +301,12 @@ class DeltaTuner(BaseTuner):
     @classmethod
     def _get_adapter_state_dict(cls, model, config, adapter_name, state_dict, unwanted_adapter_names):
         found = super()._get_adapter_state_dict(model, config, adapter_name, state_dict, unwanted_adapter_names)
-        expected = {name: tensor.shape for name, tensor in live_tensors(model, adapter_name).items()}
+        prefix = prefix_of_peft_model(state_dict)
+        expected = {prefix + name: shape for name, shape in config._shapes.items()}
+        if not found:  # under FSDP1 the modules' paths are not the names of their tensors, and PEFT finds none
+            found = {
+                name: state_dict[name] for name in expected if name in state_dict and ".modules_to_save." not in name
+            }
         heads = {name: tensor for name, tensor in state_dict.items() if name in expected}
         shapes = {name: torch.Size(tensor.shape) for name, tensor in {**found, **heads}.items() if name in expected}
         check_tensors(shapes, expected, source=f"The state of adapter {adapter_name!r}")
@@ -308,9 +317,10 @@ class DeltaTuner(BaseTuner):
         decoded = decode_state(model, adapter_name, state_dict, cls._remove_adapter_name_from_key)
         remapped = super()._remap_adapter_state_dict_for_load(model, config, adapter_name, decoded)
         live = live_tensors(model, adapter_name)
+        prefix = prefix_of_peft_model(live)
         check_tensors(
             {name: torch.Size(tensor.shape) for name, tensor in remapped.items()},
-            {name: tensor.shape for name, tensor in live.items()},
+            {prefix + name: shape for name, shape in config._shapes.items()},
             source=f"The state for adapter {adapter_name!r}",
             is_known=embedding_tensors(model).__contains__,
         )
@@ -363,6 +373,12 @@ def embedding_tensors(model: nn.Module) -> set[str]:
     return found
 
 
+def prefix_of_peft_model(names: Iterable[str]) -> str:
+    """What a `PeftModel` puts before the names of its base model's tensors; empty if these are not a `PeftModel`'s."""
+    prefix = "base_model.model."
+    return prefix if any(name.startswith(prefix) for name in names) else ""
+
+
 def live_tensors(model: nn.Module, adapter_name: str) -> dict[str, torch.Tensor]:
     """All tensors of an adapter in a model, head included, by their names in the model."""
     found: dict[str, torch.Tensor] = {}
@@ -376,7 +392,7 @@ def live_tensors(model: nn.Module, adapter_name: str) -> dict[str, torch.Tensor]
             if adapter_name not in table:
                 continue
             entry = table[adapter_name]
-            prefix = f"{path}.{name}.{adapter_name}".removeprefix("_fsdp_wrapped_module.")
+            prefix = f"{path}.{name}.{adapter_name}".replace("_fsdp_wrapped_module.", "")
             if isinstance(entry, nn.Module):
                 found.update({f"{prefix}.{key}": value for key, value in entry.state_dict().items()})
             else:
