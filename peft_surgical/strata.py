@@ -135,6 +135,37 @@ def plain_strata(strata: Sequence[Stratum], model: nn.Module) -> list[dict] | di
     return by_stack
 
 
+def unite_strata(model: nn.Module, configs: Sequence[Any]) -> list[dict] | dict[str, list[dict]]:
+    """Strata in which each layer is tuned as by those of several configs that tune it.
+
+    Args:
+        model: The model.
+        configs: `StratifiedConfig`s with strata.
+
+    Raises:
+        ValueError: Two of them tune one layer differently.
+    """
+    found: dict[str, Stack] = {}
+    tunings: dict[tuple[str, int], Stratum] = {}
+    for stratum in [stratum for config in configs for stratum in resolve_strata(model, config)]:
+        found[stratum.stack.name] = stratum.stack
+        for index in stratum.layers:
+            here = replace(stratum, layers=())
+            there = tunings.setdefault((stratum.stack.name, index), here)
+            if there.tune == "frozen":
+                tunings[stratum.stack.name, index] = here
+            elif here.tune != "frozen" and here != there:
+                raise ValueError(
+                    f"Layer {index} of {stratum.stack.name} is tuned in two ways, {there.to_dict()} and "
+                    f"{here.to_dict()}, which one configuration cannot express together."
+                )
+    groups: dict[Stratum, list[int]] = {}
+    for (_, index), tuning in sorted(tunings.items(), key=lambda item: item[0][1]):
+        groups.setdefault(tuning, []).append(index)
+    strata = [replace(tuning, layers=tuple(indices)) for tuning, indices in groups.items()]
+    return plain_strata(sorted(strata, key=lambda s: list(found).index(s.stack.name)), model)
+
+
 def check_depth_marks(n1: Any, n2: Any) -> tuple[int | float, int | float]:
     """Check `n1` and `n2` as far as that goes without a model.
 

@@ -6,6 +6,7 @@ Arora & Wang (2024), "SPAFIT: Stratified Progressive Adaptation Fine-tuning for 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,11 +22,12 @@ from peft.utils.other import get_pattern_key
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from peft_surgical.registration import register_method
-from peft_surgical.strata import plain_strata, resolve_strata
+from peft_surgical.hotswap import swap_in
+from peft_surgical.registration import register_hotswap, register_method
+from peft_surgical.strata import plain_strata, resolve_strata, unite_strata
 from peft_surgical.stratified_config import StratifiedConfig
 from peft_surgical.stratified_layers import StratifiedModule, StratifiedOwner, make_restoring
-from peft_surgical.stratum_tensors import check_choice, copied_tensors, lora_paths
+from peft_surgical.stratum_tensors import check_choice, check_targets, copied_tensors, lora_paths
 from peft_surgical.surgical import _is_excluded
 from peft_surgical.tuned_module import TunedModule
 from peft_surgical.tuner import DeltaTuner, _Matching
@@ -104,6 +106,19 @@ class StratifiedModel(DeltaTuner, LoraModel):  # type: ignore[misc]
         is_known = super()._is_known_tensor(model)
         # tensors of LoRA's variants and on other modules; checked when the adapter is in place
         return lambda name: is_known(name) or f".{self.prefix}" in name
+
+    def _unite_choice(self, united: Any, configs: Sequence[Any]) -> None:
+        stratified = [config.is_stratified for config in configs]
+        if any(config.target_parameters for config in configs) or any(stratified) != all(stratified):
+            raise ValueError(
+                "Adapters with strata cannot be brought together with adapters without, and none that have "
+                "target_parameters."
+            )
+        if all(stratified):
+            united.strata = unite_strata(self.model, configs)
+        else:
+            united.target_modules = set().union(*(config._lora for config in configs))
+            united.exclude_modules = united.layers_to_transform = united.layers_pattern = None
 
     # ---- changing the model
 
@@ -200,3 +215,4 @@ class StratifiedModel(DeltaTuner, LoraModel):  # type: ignore[misc]
 
 
 register_method("STRATIFIED", StratifiedConfig, StratifiedModel, StratifiedModel.prefix)
+register_hotswap("STRATIFIED", swap_in, StratifiedModel, ["use_rslora", "lora_dropout", "alpha_pattern", "use_dora"])

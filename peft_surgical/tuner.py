@@ -142,7 +142,7 @@ class DeltaTuner(BaseTuner):
 
     def inject_adapter(self, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
         if hasattr(nn.ModuleDict(), adapter_name) or "." in adapter_name:
-            raise ValueError(f"An adapter cannot be called {adapter_name!r}: PyTorch uses that name itself. Rename it.")
+            raise ValueError(f"An adapter cannot be called {adapter_name!r}: PyTorch uses that name. Choose another.")
         super().inject_adapter(model, adapter_name, *args, **kwargs)
         config: Any = self.peft_config[adapter_name]
         config._shared = {}

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from peft import LoraConfig
 from peft.tuners.lora.layer import LoraLayer
 from peft.utils import merge_utils
 from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
@@ -31,7 +32,10 @@ def add_weighted_adapter(
     """Add an adapter that combines others; see `DeltaTuner.add_weighted_adapter`."""
     combine = _combination(combination_type, density, majority_sign_method)
     _check(tuner, adapters, weights, adapter_name)
-    tuner.peft_config[adapter_name] = united_config(tuner, {name: tuner.peft_config[name] for name in adapters})
+    united = united_config(tuner, {name: tuner.peft_config[name] for name in adapters})
+    if isinstance(united, LoraConfig):
+        _sum_ranks(united, [tuner.peft_config[name] for name in adapters])
+    tuner.peft_config[adapter_name] = united
     try:
         tuner.inject_adapter(tuner.model, adapter_name)
     except BaseException:
@@ -46,6 +50,16 @@ def add_weighted_adapter(
             elif isinstance(module, LoraLayer) and adapter_name in module.r:
                 pruning = None if combination_type == "linear" else f"{combination_type}_svd"
                 _combine_lora(tuner, module, adapters, weights, adapter_name, pruning, density, majority_sign_method)
+
+
+def _sum_ranks(united: LoraConfig, configs: Sequence[LoraConfig]) -> None:
+    """Make room for LoRA's matrices side by side, with scaling 1."""
+    for option in ("use_dora", "lora_bias"):
+        if any(getattr(config, option) for config in configs):
+            raise ValueError(f"Adapters with {option}=True cannot be combined: they are no sums of differences.")
+    united.r = united.lora_alpha = sum(max([config.r, *(config.rank_pattern or {}).values()]) for config in configs)
+    united.rank_pattern, united.alpha_pattern, united.use_rslora = {}, {}, False
+    united.init_lora_weights = True
 
 
 def united_config(tuner: Any, configs: Mapping[str, Any]) -> Any:
