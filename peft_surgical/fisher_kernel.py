@@ -34,10 +34,12 @@ logger = logging.getLogger(__name__)
 Lengths = Tensor | Sequence[int] | None
 
 PRECISIONS = ("fp32x3", "tf32", "bf16")
-"""How the kernel multiplies float32 operands: as float32 (three TF32 products), as TF32, or rounded to bfloat16."""
+"""How the kernel multiplies float32 operands: each as the sum of two bfloat16 numbers (error 1e-6), as TF32, or as
+bfloat16. TF32 is there for comparison: digits are cut off and not rounded, so that the errors add up (1e-3; 5e-4 with
+bfloat16), and it is the slowest."""
 
-_TILES_PER_LAUNCH = 8 * 132
-"""A few tiles for each multiprocessor of a large card, so that the last ones do not leave much of it idle."""
+_ENTRIES_PER_LAUNCH = 2**23
+"""Entries of weights in a launch: several tiles for each multiprocessor, so that few idle while the last ones end."""
 
 _CHUNK_ELEMENTS = 2**23
 """Per-sample gradients that exist at a time without the kernel, 32 MiB: they stay in the cache of a large card."""
@@ -52,9 +54,9 @@ def accumulate_squared_products(
         out: The sum so far, (O, I), float32 or float64.
         grad_outputs: G, the gradient at the outputs, (N, T, O), of any float type and stride.
         inputs: A, the inputs, (N, T, I), of the type of G.
-        lengths: Tokens to use of each sample, N integers; the rows after them are skipped. All T if not given.
-        precision: How the kernel multiplies float32 operands: `"fp32x3"`, `"tf32"` or `"bf16"`, always summed in
-            float32. The default follows `torch.set_float32_matmul_precision` (`highest`, `high`, `medium`).
+        lengths: Tokens of each sample, N integers, if all rows of G after them are zero: the kernel skips them.
+        precision: How the kernel multiplies float32 operands, one of `PRECISIONS`; sums are in float32. By default
+            what `torch.set_float32_matmul_precision` allows: `"bf16"` with `high` and `medium`, else `"fp32x3"`.
 
     Returns:
         `out`.
@@ -95,14 +97,14 @@ def squared_product_norm(
     """
     height, width = grad_outputs.shape[-1], inputs.shape[-1]
     dtype = torch.promote_types(grad_outputs.dtype, torch.float32)
-    if not _has_kernel(grad_outputs, dtype):
+    pending = PendingSquares(precision)
+    if not _has_kernel(grad_outputs, dtype, pending.precision):
         out = grad_outputs.new_zeros(height, width, dtype=dtype)
         return accumulate_squared_products(out, grad_outputs, inputs, lengths).square_().sum()
     from peft_surgical import fisher_triton
 
-    precision = _resolve(precision)
-    job, kind = fisher_triton.make_job(None, grad_outputs, inputs, lengths, precision)
-    fisher_triton.launch([job], kind, precision, norm=True)
+    job, kind = pending._make_job(None, grad_outputs, inputs, lengths)
+    fisher_triton.launch([job], kind, pending.precision, norm=True)
     return job.out.sum()
 
 
@@ -130,23 +132,22 @@ class PendingSquares:
         self.precision = _resolve(precision)
         self._products: dict[Kind, list[Job]] = {}
         self._gradients: list[tuple[Tensor, Tensor]] = []
+        self._rounded: tuple[Tensor, Tensor] | None = None
 
     def add_products(self, out: Tensor, grad_outputs: Tensor, inputs: Tensor, lengths: Lengths = None) -> None:
         """Add `sum_n (G[n].T @ A[n]) ** 2` to `out`; see `accumulate_squared_products`."""
         _check(out, grad_outputs, inputs, lengths)
         if not grad_outputs.numel() or not inputs.numel():
             return
-        if not _has_kernel(grad_outputs, out.dtype):
+        if not _has_kernel(grad_outputs, out.dtype, self.precision):
             add = _add_by_chunk if grad_outputs.is_cuda else _add_by_sample
-            return add(out, grad_outputs, inputs, lengths)
-        from peft_surgical import fisher_triton
-
-        job, kind = fisher_triton.make_job(out, grad_outputs, inputs, lengths, self.precision)
+            return add(out, grad_outputs, inputs)
+        job, kind = self._make_job(out, grad_outputs, inputs, lengths)
         if any(waiting.out.data_ptr() == out.data_ptr() for waiting in self._products.get(kind, [])):
             self._launch(kind)  # within a launch a result belongs to one job
         jobs = self._products.setdefault(kind, [])
         jobs.append(job)
-        if sum(waiting.tiles for waiting in jobs) >= _TILES_PER_LAUNCH:
+        if sum(waiting.out.numel() for waiting in jobs) >= _ENTRIES_PER_LAUNCH:
             self._launch(kind)
 
     def add_gradients(self, out: Tensor, gradients: Tensor) -> None:
@@ -160,17 +161,39 @@ class PendingSquares:
 
     def flush(self) -> None:
         """Finish everything that waits."""
+        self._rounded = None
         for kind in list(self._products):
             self._launch(kind)
         alike: dict[tuple, list[tuple[Tensor, Tensor]]] = {}
         for out, g in self._gradients:
             alike.setdefault((out.device, out.dtype, len(g)), []).append((out, g))
         for (_, dtype, _), pairs in alike.items():
-            squares = torch.cat([g for _, g in pairs], 1).to(dtype).square_().sum(0)
-            sums = squares.split([g.shape[1] for _, g in pairs])
-            for (out, _), square in zip(pairs, sums, strict=True):
-                out.add_(square.view_as(out))
+            sums = torch.cat([g for _, g in pairs], 1).to(dtype).square_().sum(0)
+            parts = sums.split([g.shape[1] for _, g in pairs])
+            torch._foreach_add_(
+                [out for out, _ in pairs], [part.view_as(out) for (out, _), part in zip(pairs, parts, strict=True)]
+            )
         self._gradients.clear()
+
+    def _make_job(
+        self, out: Tensor | None, grad_outputs: Tensor, inputs: Tensor, lengths: Lengths
+    ) -> tuple[Job, Kind]:
+        from peft_surgical import fisher_triton
+
+        if lengths is not None:
+            lengths = torch.as_tensor(lengths, dtype=torch.int32, device=grad_outputs.device)
+        dtype = torch.promote_types(grad_outputs.dtype, inputs.dtype)
+        if dtype == torch.float32 and self.precision == "bf16":
+            dtype = torch.bfloat16
+        return fisher_triton.make_job(out, grad_outputs.to(dtype), self._round(inputs, dtype), lengths)
+
+    def _round(self, inputs: Tensor, dtype: torch.dtype) -> Tensor:
+        """The inputs in another type. Several maps in a row may have the same ones, as query, key and value do."""
+        if inputs.dtype == dtype:
+            return inputs
+        if self._rounded is None or not self._rounded[0].is_set_to(inputs) or self._rounded[1].dtype != dtype:
+            self._rounded = inputs, inputs.to(dtype)
+        return self._rounded[1]
 
     def _launch(self, kind: Kind) -> None:
         from peft_surgical import fisher_triton
@@ -196,7 +219,7 @@ def sum_normalized(grad_outputs: Tensor, inputs: Tensor, eps: float, *, center: 
         torch.Size([5, 2, 3])
     """
     dtype = torch.promote_types(grad_outputs.dtype, torch.float32)
-    if _has_kernel(grad_outputs, dtype) and inputs.shape[2] <= 8192:
+    if _has_kernel(grad_outputs, dtype, default_precision()) and inputs.shape[2] <= 8192:
         from peft_surgical import fisher_triton
 
         return fisher_triton.sum_normalized(grad_outputs, inputs, eps, center)
@@ -206,8 +229,8 @@ def sum_normalized(grad_outputs: Tensor, inputs: Tensor, eps: float, *, center: 
 
 
 def default_precision() -> str:
-    """The precision that `torch.set_float32_matmul_precision` asks for."""
-    return {"highest": "fp32x3", "high": "tf32", "medium": "bf16"}[torch.get_float32_matmul_precision()]
+    """The precision that `torch.set_float32_matmul_precision` allows."""
+    return "fp32x3" if torch.get_float32_matmul_precision() == "highest" else "bf16"
 
 
 def _resolve(precision: str | None) -> str:
@@ -227,11 +250,9 @@ def _check(out: Tensor, grad_outputs: Tensor, inputs: Tensor, lengths: Lengths) 
         raise ValueError(f"{len(lengths)} lengths are given for {shapes[0][0]} samples; needed is one for each.")
 
 
-def _add_by_sample(out: Tensor, grad_outputs: Tensor, inputs: Tensor, lengths: Lengths) -> None:
+def _add_by_sample(out: Tensor, grad_outputs: Tensor, inputs: Tensor) -> None:
     """One sample at a time, through one buffer; samples with a single token row all at once, by one product."""
     live = grad_outputs.ne(0).any(-1)  # true for NaN as well
-    if lengths is not None:
-        live &= torch.arange(live.shape[1]) < torch.as_tensor(lengths)[:, None]
     counts = live.sum(1)
     single = live & (counts == 1)[:, None]
     if single.any():  # (g a^T)^2 = g^2 (a^2)^T
@@ -247,12 +268,8 @@ def _add_by_sample(out: Tensor, grad_outputs: Tensor, inputs: Tensor, lengths: L
         out.addcmul_(buffer, buffer)
 
 
-def _add_by_chunk(out: Tensor, grad_outputs: Tensor, inputs: Tensor, lengths: Lengths) -> None:
+def _add_by_chunk(out: Tensor, grad_outputs: Tensor, inputs: Tensor) -> None:
     """A few samples at a time: their gradients by one `bmm`, their sum of squares in one pass over those."""
-    if lengths is not None:
-        steps = torch.arange(grad_outputs.shape[1], device=out.device)
-        valid = (steps < torch.as_tensor(lengths, device=out.device)[:, None])[..., None]
-        grad_outputs, inputs = grad_outputs.where(valid, 0), inputs.where(valid, 0)
     chunk = max(1, _CHUNK_ELEMENTS // out.numel())
     for g, a in zip(grad_outputs.split(chunk), inputs.split(chunk), strict=True):
         norm = torch.linalg.vector_norm(_bmm(g.transpose(1, 2), a, out.dtype), dim=0)
@@ -269,15 +286,15 @@ def _bmm(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
         return torch.bmm(left.to(dtype), right.to(dtype))
 
 
-def _has_kernel(grad_outputs: Tensor, dtype: torch.dtype) -> bool:
+def _has_kernel(grad_outputs: Tensor, dtype: torch.dtype, precision: str) -> bool:
     operand = grad_outputs.dtype
     if dtype != torch.float32 or operand not in (torch.float32, torch.bfloat16, torch.float16):
         return False
-    return grad_outputs.is_cuda and _kernel_works(operand, grad_outputs.device)
+    return grad_outputs.is_cuda and _kernel_works(operand, precision, grad_outputs.device)
 
 
 @functools.cache
-def _kernel_works(operand: torch.dtype, device: torch.device) -> bool:
+def _kernel_works(operand: torch.dtype, precision: str, device: torch.device) -> bool:
     """Whether Triton is there and able to build the kernel, which takes a C compiler and a card that it knows."""
     if torch.version.cuda is None or torch.cuda.get_device_capability(device) < (8, 0):
         return False
@@ -288,8 +305,8 @@ def _kernel_works(operand: torch.dtype, device: torch.device) -> bool:
     try:
         from peft_surgical import fisher_triton
 
-        job, kind = fisher_triton.make_job(out, x, x, None, "tf32")
-        fisher_triton.launch([job], kind, "tf32")
+        job, kind = PendingSquares(precision)._make_job(out, x, x, None)
+        fisher_triton.launch([job], kind, precision)
         return bool((out == 256).all())
     except Exception as error:  # whatever a compiler may raise
         logger.warning("The Triton kernel for the Fisher cannot be used on %s; bmm is used instead. %s", device, error)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextvars
 import functools
 import math
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -13,13 +13,27 @@ import triton.language as tl
 from torch import Tensor
 
 
-TILE = 128
-"""Rows and columns of a weight that one program works on: the sums for them fill the registers of a multiprocessor."""
+class Tiling(NamedTuple):
+    """How a launch cuts its work, and how many warps share a program and loads run ahead."""
+
+    rows: int
+    columns: int
+    tokens: int
+    warps: int
+    stages: int
+
+
+TILINGS = {2: Tiling(64, 128, 64, 4, 4), 4: Tiling(128, 128, 32, 8, 3)}
+"""By the bytes of an operand; the fastest of 13 and 11 on an H100. Two small programs to a multiprocessor take turns:
+one squares while the other multiplies."""
+
+DOTS = {"fp32x3": "bf16x3", "tf32": "tf32", "bf16": "tf32"}
+"""What Triton calls the ways to multiply float32 operands; the last is never used, as those operands are bfloat16."""
 
 TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N", "T"])
 def _squared_products(
     JOBS,
     OWNERS,
@@ -27,17 +41,20 @@ def _squared_products(
     N,
     T,
     OPERAND: tl.constexpr,
-    PRECISION: tl.constexpr,
+    DOT: tl.constexpr,
+    BULK: tl.constexpr,
     ALIGNED: tl.constexpr,
     NORM: tl.constexpr,
-    TILE: tl.constexpr,
-    BLOCK_T: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TOKENS: tl.constexpr,
 ):
     """One tile of one job's diagonal: OUT[o, i] += sum_n (sum_t G[n, t, o] * A[n, t, i])**2.
 
     A program owns its tile, walks over all samples, and squares in registers, so no per-sample value is ever written
     and every sum has a fixed order. Jobs that share N, T and LENGTHS fill one grid; OWNERS tells the job of each tile.
-    With NORM the tile is not written, only the sum of the squares of its entries, to OUT[tile].
+    With BULK the copy engine of a Hopper or later card fetches the operands. With NORM the tile is not written, only
+    the sum of the squares of its entries, to OUT[tile].
     """
     job = JOBS + tl.load(OWNERS + tl.program_id(0)) * 10
     g_start = tl.load(job + 0).to(tl.pointer_type(OPERAND))
@@ -45,7 +62,7 @@ def _squared_products(
     out = tl.load(job + 2).to(tl.pointer_type(tl.float32))
     height, width = tl.load(job + 3).to(tl.int32), tl.load(job + 4).to(tl.int32)
     g_stride, a_stride = tl.load(job + 5), tl.load(job + 6)
-    out_row, out_column = tl.load(job + 7), tl.load(job + 8)
+    out_row, out_column = tl.load(job + 7).to(tl.int32), tl.load(job + 8).to(tl.int32)
     tile = tl.program_id(0) - tl.load(job + 9).to(tl.int32)
     if ALIGNED:  # what the compiler sees of plain arguments, and must be told of numbers that are loaded
         g_start, a_start = tl.multiple_of(g_start, 16), tl.multiple_of(a_start, 16)
@@ -53,24 +70,31 @@ def _squared_products(
         g_stride, a_stride = tl.multiple_of(g_stride, 16), tl.multiple_of(a_stride, 16)
 
     # programs that run at the same time should read the same rows and columns: take tiles in bands of 8 rows
-    band = 8 * tl.cdiv(width, TILE)
-    top = tile // band * 8
-    rows = min(tl.cdiv(height, TILE) - top, 8)
-    o = (top + tile % band % rows) * TILE + tl.arange(0, TILE)
-    i = (tile % band // rows) * TILE + tl.arange(0, TILE)
-    t = tl.arange(0, BLOCK_T)
+    band = 8 * tl.cdiv(width, COLUMNS)
+    first = tile // band * 8
+    rows = min(tl.cdiv(height, ROWS) - first, 8)
+    top, left = (first + tile % band % rows) * ROWS, (tile % band // rows) * COLUMNS
+    o, i, t = top + tl.arange(0, ROWS), left + tl.arange(0, COLUMNS), tl.arange(0, TOKENS)
+    if BULK:
+        G = tl.make_tensor_descriptor(g_start, [N, T, height], [T * g_stride, g_stride, 1], [1, TOKENS, ROWS])
+        A = tl.make_tensor_descriptor(a_start, [N, T, width], [T * a_stride, a_stride, 1], [1, TOKENS, COLUMNS])
 
-    total = tl.zeros((TILE, TILE), tl.float32)
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
     for n in tl.range(N, flatten=True):  # one loop with the next, so that loads run ahead into the next sample
-        product = tl.zeros((TILE, TILE), tl.float32)
+        product = tl.zeros((ROWS, COLUMNS), tl.float32)
         length = min(tl.load(LENGTHS + n), T)
-        for start in range(0, length, BLOCK_T):
-            row = (n * T + start + t).to(tl.int64)
-            valid = start + t < length
-            g_mask, a_mask = valid[None, :] & (o < height)[:, None], valid[:, None] & (i < width)[None, :]
-            g = tl.load(g_start + row[None, :] * g_stride + o[:, None], mask=g_mask, other=0.0)
-            a = tl.load(a_start + row[:, None] * a_stride + i[None, :], mask=a_mask, other=0.0)
-            product = tl.dot(g, a, product, input_precision=PRECISION)
+        for start in range(0, length, TOKENS):
+            if BULK:
+                g, a = (
+                    G.load([n, start, top]).reshape(TOKENS, ROWS).T,
+                    A.load([n, start, left]).reshape(TOKENS, COLUMNS),
+                )
+            else:
+                row, valid = (n * T + start + t).to(tl.int64), start + t < length
+                g_mask, a_mask = valid[None, :] & (o < height)[:, None], valid[:, None] & (i < width)[None, :]
+                g = tl.load(g_start + row[None, :] * g_stride + o[:, None], mask=g_mask, other=0.0)
+                a = tl.load(a_start + row[:, None] * a_stride + i[None, :], mask=a_mask, other=0.0)
+            product = tl.dot(g, a, product, input_precision=DOT)
         total += product * product
 
     if NORM:
@@ -78,7 +102,7 @@ def _squared_products(
     else:
         inside = (o < height)[:, None] & (i < width)[None, :]
         place = out + o[:, None] * out_row + i[None, :] * out_column
-        tl.store(place, tl.load(place, mask=inside, other=0.0) + total, mask=inside)
+        tl.atomic_add(place, total, mask=inside, sem="relaxed")
 
 
 class Kind(NamedTuple):
@@ -88,8 +112,14 @@ class Kind(NamedTuple):
     tokens: int
     lengths: int
     operand: torch.dtype
+    bulk: bool
     aligned: bool
     device: torch.device
+
+    @property
+    def tiling(self) -> Tiling:
+        """How the launch cuts its work."""
+        return TILINGS[self.operand.itemsize]
 
 
 class Job(NamedTuple):
@@ -103,22 +133,28 @@ class Job(NamedTuple):
     tiles: int
 
 
-def make_job(
-    out: Tensor | None, grad_outputs: Tensor, inputs: Tensor, lengths: Tensor | Sequence[int] | None, precision: str
-) -> tuple[Job, Kind]:
-    """Bring a product into the form that the kernel reads. Without `out` it is one for the norm."""
-    g, a = _as_rows(grad_outputs, precision), _as_rows(inputs, precision)
-    samples, tokens, height = g.shape
-    width = a.shape[2]
-    tiles = math.ceil(height / TILE) * math.ceil(width / TILE)
+def make_job(out: Tensor | None, grad_outputs: Tensor, inputs: Tensor, lengths: Tensor | None) -> tuple[Job, Kind]:
+    """Bring a product into the form that the kernel reads. Without `out` it is one for the norm.
+
+    Args:
+        out: The sum so far, (O, I) float32.
+        grad_outputs: G, (N, T, O).
+        inputs: A, (N, T, I), of the same type.
+        lengths: (N,) int32 on their device; those of one launch must be one tensor.
+    """
+    g, a = _as_rows(grad_outputs), _as_rows(inputs)
+    (samples, tokens, height), width = g.shape, a.shape[2]
+    rows, columns = TILINGS[g.dtype.itemsize][:2]
+    tiles = math.ceil(height / rows) * math.ceil(width / columns)
     if out is None:
         out = torch.empty(tiles, dtype=torch.float32, device=g.device)
     if lengths is None:
         lengths = _full_lengths(samples, tokens, g.device)
-    lengths = torch.as_tensor(lengths, dtype=torch.int32, device=g.device)
-    numbers = (height, width, g.stride(1), a.stride(1), g.data_ptr(), a.data_ptr())
-    aligned = all(number % 16 == 0 for number in numbers)
-    kind = Kind(samples, tokens, lengths.data_ptr(), g.dtype, aligned, g.device)
+    places, strides = (g.data_ptr(), a.data_ptr()), (g.stride(1), a.stride(1))
+    bulk = g.dtype.itemsize == 2 and _has_copy_engine(g.device)
+    bulk = bulk and all(place % 16 == 0 for place in places) and all(stride % 8 == 0 for stride in strides)
+    aligned = all(number % 16 == 0 for number in (height, width, *strides, *places))
+    kind = Kind(samples, tokens, lengths.data_ptr(), g.dtype, bulk, aligned, g.device)
     return Job(out, g, a, lengths, (height, width), tiles), kind
 
 
@@ -130,29 +166,41 @@ def launch(jobs: list[Job], kind: Kind, precision: str, norm: bool = False) -> N
         strides = (g.stride(1), a.stride(1), out.stride(0), out.stride(-1))
         table.append((g.data_ptr(), a.data_ptr(), out.data_ptr(), *job.shape, *strides, first))
         first += job.tiles
-    with torch.cuda.device_of(jobs[0].out):
+    rows, columns, tokens, warps, stages = kind.tiling
+
+    def run() -> None:
+        if kind.bulk:
+            triton.set_allocator(functools.partial(_scratch, kind.device))
         _squared_products[(first,)](
-            _upload(torch.tensor(table), kind.device),
-            _tile_owners(tuple(job.tiles for job in jobs), kind.device),
-            jobs[0].lengths,
-            kind.samples,
-            kind.tokens,
-            OPERAND=TYPES[kind.operand],
-            PRECISION="tf32x3" if precision == "fp32x3" else "tf32",
-            ALIGNED=kind.aligned,
-            NORM=norm,
-            TILE=TILE,
-            BLOCK_T=64 if kind.operand.itemsize == 2 else 32,
-            num_warps=8,
-            num_stages=3,
-        )
+            _upload(torch.tensor(table), kind.device), _tile_owners(tuple(job.tiles for job in jobs), kind.device),
+            jobs[0].lengths, kind.samples, kind.tokens, OPERAND=TYPES[kind.operand], DOT=DOTS[precision],
+            BULK=kind.bulk, ALIGNED=kind.aligned, NORM=norm, ROWS=rows, COLUMNS=columns, TOKENS=tokens,
+            num_warps=warps, num_stages=stages,
+        )  # fmt: skip
+
+    with torch.cuda.device_of(jobs[0].out):
+        contextvars.copy_context().run(run)  # so that the allocator is set for this launch only
 
 
-def _as_rows(x: Tensor, precision: str) -> Tensor:
-    """Rows of tokens that lie side by side, in the type that is multiplied."""
-    if x.dtype == torch.float32 and precision == "bf16":
-        x = x.to(torch.bfloat16)
-    return x if x.stride(2) == 1 and x.stride(0) == x.shape[1] * x.stride(1) else x.contiguous()
+def _scratch(device: torch.device, size: int, alignment: int, stream: int | None) -> Tensor:
+    """Room for the descriptions that the copy engine reads."""
+    return torch.empty(size, dtype=torch.int8, device=device)
+
+
+@functools.cache
+def _has_copy_engine(device: torch.device) -> bool:
+    return (
+        device.type == "cuda"
+        and torch.cuda.get_device_capability(device) >= (9, 0)
+        and hasattr(tl, "make_tensor_descriptor")
+        and hasattr(triton, "set_allocator")
+    )
+
+
+def _as_rows(x: Tensor) -> Tensor:
+    """Rows of tokens that lie side by side."""
+    rows = x.stride(2) == 1 and x.stride(1) >= x.shape[2] and x.stride(0) == x.shape[1] * x.stride(1)
+    return x if rows else x.contiguous()
 
 
 @functools.lru_cache(maxsize=64)

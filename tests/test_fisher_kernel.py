@@ -40,6 +40,8 @@ def problems(draw, size=sizes):
     if draw(st.booleans()):
         g[torch.rand(n, t, generator=generator) < draw(st.sampled_from([0.2, 0.9]))] = 0
     lengths = draw(st.none() | st.lists(st.integers(0, t), min_size=n, max_size=n))
+    for sample, length in zip(g, lengths or [], strict=False):
+        sample[length:] = 0
     layout = draw(st.sampled_from([contiguous, transposed, sliced, padded]))
     return layout(g.to(dtype)), layout(a.to(dtype)), lengths
 
@@ -60,12 +62,8 @@ def padded(x):
     return torch.nn.functional.pad(x, (3, 2))[..., 3:-2]
 
 
-def oracle(g, a, lengths=None):
-    g, a = g.double(), a.double()
-    if lengths is not None:
-        used = torch.arange(g.shape[1]) < torch.tensor(lengths)[:, None]
-        g = g * used[..., None].to(g.device)
-    return torch.einsum("nto,nti->noi", g, a).square().sum(0)
+def oracle(g, a):
+    return torch.einsum("nto,nti->noi", g.double(), a.double()).square().sum(0)
 
 
 def error(value, reference):
@@ -85,19 +83,19 @@ def test_products_are_squared_for_each_sample_and_added(device, problem):
     g, a, lengths = problem[0].to(device), problem[1].to(device), problem[2]
     out = start_of(g, a)
     assert accumulate_squared_products(out, g, a, lengths, precision="fp32x3") is out
-    assert error(out, oracle(g, a, lengths) + 1) < 2e-5
+    assert error(out, oracle(g, a) + 1) < 2e-5
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @settings(deadline=None, max_examples=60)
 @given(problem=problems())
 def test_multiplying_samples_in_chunks_gives_the_same(device, problem):
-    g, a, lengths = problem[0].to(device), problem[1].to(device), problem[2]
+    g, a = problem[0].to(device), problem[1].to(device)
     out = start_of(g, a)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fisher_kernel, "_CHUNK_ELEMENTS", 3 * out.numel())
-        fisher_kernel._add_by_chunk(out, g, a, lengths)
-    assert error(out, oracle(g, a, lengths) + 1) < 2e-5
+        fisher_kernel._add_by_chunk(out, g, a)
+    assert error(out, oracle(g, a) + 1) < 2e-5
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -106,7 +104,7 @@ def test_multiplying_samples_in_chunks_gives_the_same(device, problem):
 def test_the_norm_is_that_of_the_sum(device, problem):
     g, a, lengths = problem[0].to(device), problem[1].to(device), problem[2]
     norm = squared_product_norm(g, a, lengths, precision="fp32x3")
-    assert error(norm, oracle(g, a, lengths).square().sum()) < 5e-5
+    assert error(norm, oracle(g, a).square().sum()) < 5e-5
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -117,7 +115,7 @@ def test_what_waits_is_added_once_and_to_its_own_sum(device, first, second, grad
     for g, a, lengths in (first, second, first):
         g, a = g.to(device), a.to(device)
         sums.append(start_of(g, a))
-        wanted.append(oracle(g, a, lengths) + 1)
+        wanted.append(oracle(g, a) + 1)
         pending.add_products(sums[-1], g, a, lengths)
     pending.add_products(sums[0], first[0].to(device), first[1].to(device), first[2])
     wanted[0] = 2 * wanted[0] - 1
@@ -187,8 +185,8 @@ def test_no_samples_and_no_tokens_add_nothing():
         assert torch.equal(out, torch.zeros(4, 5))
 
 
-def test_default_precision_is_that_of_torch(monkeypatch):
-    for setting, precision in (("highest", "fp32x3"), ("high", "tf32"), ("medium", "bf16")):
+def test_products_are_rounded_only_where_torch_may_round_its_own(monkeypatch):
+    for setting, precision in (("highest", "fp32x3"), ("high", "bf16"), ("medium", "bf16")):
         monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda setting=setting: setting)
         assert PendingSquares().precision == precision
 
@@ -212,7 +210,7 @@ def test_what_does_not_fit_is_refused(change, message):
 def test_a_card_that_cannot_run_the_kernel_gets_the_fallback(monkeypatch, caplog):
     monkeypatch.setattr(torch.version, "cuda", None)
     fisher_kernel._kernel_works.cache_clear()
-    assert not fisher_kernel._kernel_works(torch.float32, torch.device("cuda:0"))
+    assert not fisher_kernel._kernel_works(torch.float32, "fp32x3", torch.device("cuda:0"))
 
 
 INTERPRETED = """
@@ -220,31 +218,45 @@ import torch
 from peft_surgical import fisher_kernel, fisher_triton
 
 reference = fisher_kernel.sum_normalized
-fisher_kernel._has_kernel = lambda grad_outputs, dtype: dtype == torch.float32
-fisher_triton.TILE = 32
+fisher_kernel._has_kernel = lambda grad_outputs, dtype, precision: dtype == torch.float32
 assert_close = torch.testing.assert_close
 
 
-def oracle(g, a, lengths):
-    used = torch.arange(g.shape[1]) < torch.tensor(lengths)[:, None]
-    return torch.einsum("nto,nti->noi", g.double() * used[..., None], a.double()).square().sum(0).float()
+def oracle(g, a):
+    return torch.einsum("nto,nti->noi", g.double(), a.double()).square().sum(0).float()
 
 
-for n, t, o, i in ((5, 32, 32, 48), (3, 40, 33, 17), (2, 70, 80, 16), (3, 1, 5, 7)):
-    for dtype in (torch.float32, torch.float16):
-        lengths = [max(0, t - 9 * k) for k in range(n)]
-        g, a = torch.randn(n, t, o).to(dtype), torch.randn(n, t, i).to(dtype)
-        dense, ragged = oracle(g, a, [t] * n), oracle(g, a, lengths)
-        out, flipped = torch.ones(o, i), torch.ones(i, o)
-        pending = fisher_kernel.PendingSquares("tf32")
-        pending.add_products(out, g, a)
-        pending.add_products(flipped.T, g, a)
-        pending.add_products(out, g, a, lengths)
-        pending.add_products(out, g, a)
-        pending.flush()
-        assert_close(out, 1 + 2 * dense + ragged, rtol=1e-4, atol=1e-4)
-        assert_close(flipped.T, 1 + dense, rtol=1e-4, atol=1e-4)
-        assert_close(fisher_kernel.squared_product_norm(g, a, lengths), ragged.square().sum(), rtol=1e-4, atol=0)
+bulks = set()
+for bulk in (True, False):
+    fisher_triton._has_copy_engine = lambda device, bulk=bulk: bulk
+    for size in (2, 4):
+        fisher_triton.TILINGS[size] = fisher_triton.Tiling(32, 16, 16, 4, 1)
+    for n, t, o, i in ((5, 32, 32, 48), (3, 40, 33, 17), (2, 70, 80, 16), (3, 1, 5, 7), (1, 20, 40, 24)):
+        for dtype in (torch.float32, torch.float16):
+            lengths = torch.tensor([max(0, t - 9 * k) for k in range(n)], dtype=torch.int32)
+            g, a = torch.randn(n, t, o).to(dtype), torch.randn(n, t, i).to(dtype)
+            short = g * (torch.arange(t) < lengths[:, None])[..., None]
+            dense, ragged = oracle(g, a), oracle(short, a)
+            out, flipped = torch.ones(o, i), torch.ones(i, o)
+            bulks.add(fisher_triton.make_job(out, g, a, None)[1].bulk)
+            pending = fisher_kernel.PendingSquares("tf32")
+            pending.add_products(out, g, a)
+            pending.add_products(flipped.T, g, a)
+            pending.add_products(out, short, a, lengths)
+            pending.add_products(out, g, a)
+            pending.flush()
+            assert_close(out, 1 + 2 * dense + ragged, rtol=1e-4, atol=1e-4)
+            assert_close(flipped.T, 1 + dense, rtol=1e-4, atol=1e-4)
+            norm = fisher_kernel.squared_product_norm(short, a, lengths, precision="tf32")
+            assert_close(norm, ragged.square().sum(), rtol=1e-4, atol=0)
+assert bulks == {True, False}
+
+pending, x = fisher_kernel.PendingSquares("bf16"), torch.randn(3, 9, 16)
+query, key = torch.zeros(16, 16), torch.zeros(16, 16)
+pending.add_products(query, torch.randn(3, 9, 16), x)
+pending.add_products(key, torch.randn(3, 9, 16), x[:])
+((first, second),) = pending._products.values()
+assert first.inputs is second.inputs and first.inputs.dtype == torch.bfloat16
 
 for center in (True, False):
     for width in (1, 33, 1500):
