@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from peft_surgical.layers import unwrap
+from peft_surgical.model_state import same_random_numbers
 
 
 @contextmanager
@@ -43,8 +44,7 @@ def redrawn_head(model: nn.Module, seed: int) -> Iterator[None]:
             for name, p in module._parameters.items():
                 if p is not None:
                     module._parameters[name] = nn.Parameter(p.detach().clone(), requires_grad=p.requires_grad)
-        with torch.random.fork_rng(devices=[]), torch.no_grad():
-            torch.manual_seed(seed)
+        with same_random_numbers(model, seed), torch.no_grad():
             for module in owners:
                 _initialize(model, module)
         yield

@@ -16,11 +16,13 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from peft_surgical.batches import Batch, draw_batches
+from peft_surgical.fisher_measure import Progress
 from peft_surgical.heads import redrawn_head
 from peft_surgical.layers import Stack, choose_stack, unwrap
 from peft_surgical.log_likelihood import make_objective
 from peft_surgical.model_state import same_random_numbers
 from peft_surgical.plots import plot_scores
+from peft_surgical.processes import count_processes, gather, process_number
 from peft_surgical.scores import AGGREGATIONS, LayerScores, Score, ScoreRequest, find_score
 from peft_surgical.uncertainty import Uncertainty, estimate_uncertainty, kendall_tau
 
@@ -190,6 +192,7 @@ def rank_layers(
     log_likelihood: Callable[[Any, Mapping[str, Any]], Tensor] | None = None,
     head_seeds: int = 0,
     engine: str = "auto",
+    keep_inputs: str = "device",
 ) -> LayerRanking:
     """Rank the layers of a model by how much they matter for a task (Lodha et al. 2023, section 3.1).
 
@@ -217,7 +220,9 @@ def rank_layers(
         log_likelihood: What to differentiate in place of the task's log p(y|x): `(outputs, batch) -> (N,)`.
         head_seeds: Average over so many freshly drawn heads. A head that was not trained makes part of the gradient
             random; the ranking then tells how far the order depends on it. 0 keeps the model's head.
-        engine: `"auto"`, `"hooks"`, `"layer_major"` or `"loop"`; see `layer_fisher`.
+        engine: How the Fisher is computed: all layers at once (`"hooks"`), one layer at a time for models that leave
+            no room for more (`"layer_major"`), plain autograd for each sample (`"loop"`), or what fits (`"auto"`).
+        keep_inputs: Where the layer-major engine keeps the inputs of the layers: `"device"`, `"cpu"` or `"disk"`.
 
     Returns:
         The ranking.
@@ -249,46 +254,58 @@ def rank_layers(
         objective = make_objective(
             base, labels=labels, unit=unit, draws=draws, seed=seed, log_likelihood=log_likelihood
         )
-        batches = _read(data, base, seed, num_samples, batch_size, data_collator)
+        share = (process_number(), count_processes())
+        drawn = draw_batches(
+            data,
+            base,
+            num_samples=num_samples,
+            batch_size=batch_size,
+            data_collator=data_collator,
+            seed=seed,
+            share=share,
+        )
+        with same_random_numbers(base, seed):
+            batches = list(drawn)
         record |= {"labels": labels if log_likelihood is None else "log_likelihood", "aggregation": aggregation}
         record |= {"unit": unit, "draws": draws, "head_seeds": head_seeds}
-    request = ScoreRequest(base, layers.layers, batches, objective, aggregation, seed, engine)
+    request = ScoreRequest(base, layers.layers, batches, objective, aggregation, seed, engine, keep_inputs)
     results = list(_score(request, chosen, head_seeds, progress))
-    return _make_ranking(layers, results, record, seed)
-
-
-def _read(
-    data: Any,
-    model: nn.Module,
-    seed: int,
-    num_samples: int,
-    batch_size: int,
-    data_collator: Callable[[list[Any]], Mapping[str, Any]] | None,
-) -> list[Batch]:
-    with same_random_numbers(model, seed):
-        return list(
-            draw_batches(
-                data,
-                model,
-                num_samples=num_samples,
-                batch_size=batch_size,
-                data_collator=data_collator,
-                seed=seed,
-            )
-        )
+    ranking = _make_ranking(layers, results, record, seed)
+    return gather(ranking)[0]  # the same on all processes, to the last bit
 
 
 def _score(request: ScoreRequest, score: Score, head_seeds: int, progress: bool) -> Iterator[LayerScores]:
     if head_seeds < 0 or (head_seeds and not score.needs_data):
         raise ValueError(f"head_seeds={head_seeds!r}; allowed are integers from 0 on, for scores that look at data.")
-    total = sum(len(batch) for batch in request.batches) * max(1, head_seeds)
-    with tqdm(total=total, desc="ranking layers", unit=" samples", disable=not progress or not total) as bar:
-        request = replace(request, advance=bar.update)
+    with _Bar(progress and process_number() == 0) as bar:
+        request = replace(request, progress=bar)
         if not head_seeds:
             yield score.function(request)
         for n in range(head_seeds):
             with redrawn_head(request.model, request.seed + n):
                 yield score.function(request)
+
+
+class _Bar(Progress):
+    def __init__(self, shown: bool):
+        self.shown = shown
+        self._bar: Any = None
+
+    def __enter__(self) -> _Bar:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+    def expect(self, steps: int, unit: str) -> None:
+        if self._bar is not None:
+            self._bar.close()
+        self._bar = tqdm(total=steps, desc="ranking layers", unit=unit, disable=not self.shown)
+
+    def advance(self, steps: int) -> None:
+        if self._bar is not None:
+            self._bar.update(steps)
 
 
 def _make_ranking(layers: Stack, results: Sequence[LayerScores], record: dict[str, Any], seed: int) -> LayerRanking:
@@ -297,7 +314,8 @@ def _make_ranking(layers: Stack, results: Sequence[LayerScores], record: dict[st
     sure: Uncertainty | None = None
     if first.shares is not None and first.counts is not None:
         shares = torch.stack([r.shares for r in results if r.shares is not None]).mean(0)
-        sure = estimate_uncertainty(shares, first.counts, seed)
+        by_sample = torch.tensor(first.samples).argsort()  # the same in a distributed run
+        sure = estimate_uncertainty(shares[:, by_sample], first.counts[by_sample], seed)
     taus = [kendall_tau(a.scores, b.scores) for a, b in combinations(results, 2)]
     return LayerRanking(
         stack=layers.name,

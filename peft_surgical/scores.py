@@ -9,11 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from peft_surgical.batches import Batch, forward_names
-from peft_surgical.fisher import FisherMeasurement, LayerFisher, layer_fisher, layer_parameters, model_inputs
+from peft_surgical.batches import Batch
+from peft_surgical.fisher import FisherMeasurement, layer_fisher
+from peft_surgical.fisher_measure import FisherTask, Progress, Runner, layer_parameters
+from peft_surgical.fisher_sums import TensorFisher
 from peft_surgical.layers import Layer
 from peft_surgical.log_likelihood import Objective
 from peft_surgical.model_state import untouched
+from peft_surgical.processes import add_up, gather
 
 
 AGGREGATIONS = ("frobenius", "frobenius_per_tensor", "trace", "mean")
@@ -31,7 +34,8 @@ class ScoreRequest:
         aggregation: How a layer's entries become one number.
         seed: For whatever is random.
         engine: How the Fisher is computed.
-        advance: To be called with the number of samples that were done.
+        keep_inputs: Where the layer-major engine keeps the inputs of the layers.
+        progress: To be told how far it is.
     """
 
     model: nn.Module
@@ -41,7 +45,8 @@ class ScoreRequest:
     aggregation: str = "frobenius"
     seed: int = 0
     engine: str = "auto"
-    advance: Callable[[int], Any] = lambda samples: None
+    keep_inputs: str = "device"
+    progress: Progress = field(default_factory=Progress)
 
 
 @dataclass(frozen=True)
@@ -147,7 +152,8 @@ def fisher(request: ScoreRequest) -> LayerScores:
         diagonal=request.aggregation.startswith("frobenius"),
         engine=request.engine,
         seed=request.seed,
-        on_batch=request.advance,
+        keep_inputs=request.keep_inputs,
+        progress=request.progress,
     )
     return aggregate(measurement, request.aggregation)
 
@@ -161,7 +167,7 @@ def aggregate(measurement: FisherMeasurement, aggregation: str) -> LayerScores:
             `"frobenius_per_tensor"`: the sum of the norms of its tensors (the paper's code). `"trace"`: the sum over
             all entries. `"mean"`: their mean.
     """
-    pairs = [_AGGREGATE[aggregation](layer) for layer in measurement.layers]
+    pairs = [_AGGREGATE[aggregation](list(layer.values())) for layer in measurement.layers]
     return LayerScores(
         [score for score, _ in pairs],
         torch.stack([shares for _, shares in pairs]),
@@ -171,27 +177,24 @@ def aggregate(measurement: FisherMeasurement, aggregation: str) -> LayerScores:
     )
 
 
-def _frobenius(layer: LayerFisher) -> tuple[float, Tensor]:
-    tensors = list(layer.tensors.values())
+def _frobenius(tensors: Sequence[TensorFisher]) -> tuple[float, Tensor]:
     norm = sum(t.norm**2 for t in tensors) ** 0.5
     # |F| = sum_t <F_t, F_t> / |F|, and a tensor's shares add up to <F_t, F_t> / |F_t|
     shares = torch.stack([t.shares * (t.norm / norm if norm else 0) for t in tensors]).sum(0)
     return norm, shares
 
 
-def _frobenius_per_tensor(layer: LayerFisher) -> tuple[float, Tensor]:
-    tensors = list(layer.tensors.values())
+def _frobenius_per_tensor(tensors: Sequence[TensorFisher]) -> tuple[float, Tensor]:
     return sum(t.norm for t in tensors), torch.stack([t.shares for t in tensors]).sum(0)
 
 
-def _trace(layer: LayerFisher) -> tuple[float, Tensor]:
-    tensors = list(layer.tensors.values())
+def _trace(tensors: Sequence[TensorFisher]) -> tuple[float, Tensor]:
     return sum(t.trace for t in tensors), torch.stack([t.shares for t in tensors]).sum(0)
 
 
-def _mean(layer: LayerFisher) -> tuple[float, Tensor]:
-    trace, shares = _trace(layer)
-    size = sum(t.size for t in layer.tensors.values())
+def _mean(tensors: Sequence[TensorFisher]) -> tuple[float, Tensor]:
+    trace, shares = _trace(tensors)
+    size = sum(t.size for t in tensors)
     return trace / size, shares / size
 
 
@@ -249,13 +252,14 @@ def signal_to_noise(request: ScoreRequest) -> LayerScores:
     n)) for an n by m matrix with m <= n, with sigma taken from the interquartile range of the singular values.
     """
     scores = []
+    request.progress.expect(len(request.layers), " layers")
     for group in layer_parameters(request.layers):
         matrices = [p.detach() for p in group.values() if p.dim() >= 2]
         if not matrices:
             raise ValueError("score='snr' needs weight matrices, and a layer has none.")
         ratios = [r for m in matrices for r in _signal_to_noise(m)]
         scores.append(sum(ratios) / len(ratios))
-        request.advance(1)
+        request.progress.advance(1)
     return LayerScores(scores)
 
 
@@ -276,33 +280,33 @@ def _signal_to_noise(weight: Tensor) -> list[float]:
 
 
 def _samples(request: ScoreRequest) -> list[int]:
-    return [i for batch in request.batches for i in batch.index]
+    return [i for part in gather([i for batch in request.batches for i in batch.index]) for i in part]
 
 
 def _mean_gradient_norms(request: ScoreRequest) -> list[tuple[float, float]]:
     """For each layer the norm of the gradient of the mean log-likelihood, and the norm of the weights."""
     assert request.objective is not None
-    model, groups = request.model, layer_parameters(request.layers)
+    groups = layer_parameters(request.layers)
     parameters = [p for group in groups for p in group.values()]
-    names = forward_names(model)
-    device = next(p.device for p in model.parameters())
-    with untouched(model, request.seed):
+    runner = Runner(FisherTask(request.model, request.layers, request.objective))
+    total = [torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for p in parameters]
+    divisor = torch.zeros((), dtype=torch.float64)
+    request.progress.expect(sum(len(batch) for batch in request.batches), " samples")
+    with untouched(request.model, request.seed):
         for p in parameters:
             p.requires_grad_()
-        total = [torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for p in parameters]
-        count = 0.0
         for batch in request.batches:
-            batch = batch.to(device)
-            values, counts = request.objective(model(**model_inputs(model, batch, names)), batch)
+            values, counts = runner.rows(batch)
             grads = torch.autograd.grad(values.sum(), parameters, allow_unused=True)
             for t, g in zip(total, grads, strict=True):
                 if g is not None:
                     t += g
-            count += float(counts.sum())
-            request.advance(len(batch))
-    sums = iter(total)
-    out = []
-    for group in groups:
-        gradient = sum(float((next(sums) / count).double().square().sum()) for _ in group) ** 0.5
-        out.append((gradient, sum(float(p.detach().double().square().sum()) for p in group.values()) ** 0.5))
-    return out
+            divisor += counts.sum().cpu()
+            request.progress.advance(len(batch))
+    count = float(add_up(divisor))
+    sums = iter([add_up(t) / count for t in total])
+    return [(_norm([next(sums) for _ in group]), _norm([p.detach() for p in group.values()])) for group in groups]
+
+
+def _norm(tensors: Sequence[Tensor]) -> float:
+    return sum(float(torch.linalg.vector_norm(t, dtype=torch.float64)) ** 2 for t in tensors) ** 0.5

@@ -1,0 +1,173 @@
+"""What the engines share: running the model and its objective, the sums, and the results of a layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import AuxiliaryTrainingWrapper
+from torch import Tensor, nn
+
+from peft_surgical.batches import LABELS, Batch, forward_names
+from peft_surgical.fisher_sums import DiagonalSum, Generators, NormSum, TensorFisher
+from peft_surgical.layers import Layer
+from peft_surgical.log_likelihood import Objective, Rows
+from peft_surgical.processes import gather
+
+
+NO_GRADIENT = (
+    "No layer gets a gradient: what is differentiated does not depend on the layers. Look for a detach() or a "
+    "no_grad() between them and the outputs."
+)
+
+
+class Progress:
+    """Hears how far a measurement is. This one does nothing."""
+
+    def expect(self, steps: int, unit: str) -> None:
+        """There will be so many steps."""
+
+    def advance(self, steps: int) -> None:
+        """So many steps more are done."""
+
+
+@dataclass(frozen=True)
+class FisherTask:
+    """What is to be measured.
+
+    Args:
+        model: The base model.
+        layers: The layers.
+        objective: What is differentiated.
+        diagonal: Whether the norm of the diagonal is wanted, or only its trace.
+        shares: Whether to estimate what each sample contributes to the norm.
+        seed: Seed of that estimate.
+    """
+
+    model: nn.Module
+    layers: Sequence[Layer]
+    objective: Objective
+    diagonal: bool = True
+    shares: bool = True
+    seed: int = 0
+
+
+@dataclass
+class SampleLog:
+    """The samples that were seen.
+
+    Args:
+        index: The number of each in the draw.
+        counts: What each adds to the divisor.
+    """
+
+    index: list[int] = field(default_factory=list)
+    counts: list[Tensor] = field(default_factory=list)
+
+    def add(self, batch: Batch, counts: Tensor) -> None:
+        """Note a batch."""
+        self.index += batch.index
+        self.counts.append(counts.double().cpu())
+
+    def gathered(self) -> tuple[list[int], Tensor]:
+        """Index and counts, (N,), of the samples of all processes."""
+        mine = torch.cat(self.counts) if self.counts else torch.zeros(0, dtype=torch.float64)
+        parts = gather((self.index, mine))
+        return [i for index, _ in parts for i in index], torch.cat([counts for _, counts in parts])
+
+
+class FisherSums:
+    """The sums of the parameters of some layers.
+
+    Args:
+        task: What is measured.
+        parameters: The parameters of each layer, by name.
+        generators: Random numbers for the estimate of the shares.
+    """
+
+    def __init__(self, task: FisherTask, parameters: Sequence[dict[str, nn.Parameter]], generators: Generators):
+        self.parameters = parameters
+        new: Callable[[], DiagonalSum | NormSum] = NormSum
+        if task.diagonal:
+            new = lambda: DiagonalSum(generators if task.shares else None)  # noqa: E731
+        self.by_id = {id(p): new() for group in parameters for p in group.values()}
+
+    def start(self, samples: int) -> None:
+        """Get ready for a batch."""
+        for total in self.by_id.values():
+            total.start(samples)
+
+    def results(self, number: int, count: float) -> dict[str, TensorFisher]:
+        """The means of layer `number` among these, over all processes."""
+        return {name: self.by_id[id(p)].result(p, count) for name, p in self.parameters[number].items()}
+
+
+class Runner:
+    """Runs a model on batches.
+
+    Args:
+        task: What is measured.
+    """
+
+    def __init__(self, task: FisherTask):
+        self.model, self.objective = task.model, task.objective
+        self.names = forward_names(task.model)
+        self.device = next((p.device for p in task.model.parameters() if not p.is_meta), torch.device("cpu"))
+
+    def forward(self, batch: Batch) -> Any:
+        """The model's outputs."""
+        return self.model(**model_inputs(self.model, batch.to(self.device), self.names))
+
+    def rows(self, batch: Batch) -> Rows:
+        """What is to be differentiated.
+
+        Raises:
+            ValueError: A value is not finite.
+        """
+        rows = self.objective(self.forward(batch), batch.to(self.device))
+        bad = ~torch.isfinite(rows.values.detach()).all(0)
+        if bad.any():
+            sample = batch.index[int(bad.nonzero()[0])]
+            raise ValueError(
+                f"The log-likelihood of sample {sample} of the draw is not finite. Look at its inputs and labels, or "
+                "measure in float32."
+            )
+        if not rows.values.requires_grad:
+            raise ValueError(NO_GRADIENT)
+        return rows
+
+
+def model_inputs(model: nn.Module, batch: Batch, names: set[str] | None) -> dict[str, Any]:
+    """The part of a batch that goes into the model. Labels do not, so that it computes no loss of its own."""
+    inputs = {k: v for k, v in batch.inputs.items() if k not in LABELS and (names is None or k in names)}
+    labels = batch.inputs.get("labels")
+    prepare: Any = getattr(model, "prepare_decoder_input_ids_from_labels", None)
+    takes = names is not None and "decoder_input_ids" in names and "decoder_input_ids" not in inputs
+    if prepare and takes and labels is not None:
+        inputs["decoder_input_ids"] = prepare(labels=labels)
+    return inputs
+
+
+def layer_parameters(layers: Sequence[Layer]) -> list[dict[str, nn.Parameter]]:
+    """The base's parameters of each layer, by name. One that several layers share counts for the first of them."""
+    seen: set[int] = set()
+    found = []
+    for layer in layers:
+        own = {name: p for name, p in _base_parameters(layer.module) if id(p) not in seen}
+        seen |= {id(p) for p in own.values()}
+        found.append(own)
+    return found
+
+
+def _base_parameters(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Parameter]]:
+    """The parameters of a module, without those of adapters."""
+    yield from ((prefix + name, p) for name, p in module.named_parameters(recurse=False))
+    for name, child in module.named_children():
+        if isinstance(child, BaseTunerLayer):
+            child = child.get_base_layer()
+        elif isinstance(child, AuxiliaryTrainingWrapper):
+            child = child.original_module
+        yield from _base_parameters(child, f"{prefix}{name}.")
