@@ -27,7 +27,7 @@ class TunedTensors(nn.Module):
     """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]):
-        super().__init__()
+        nn.Module.__init__(self)
         self.names = tuple(tensors)
         for name, tensor in tensors.items():
             if isinstance(tensor, nn.Parameter):
@@ -41,6 +41,13 @@ class TunedTensors(nn.Module):
 
     def __contains__(self, name: str) -> bool:
         return name in self.names
+
+
+class TunedNormTensors(TunedTensors, nn.LayerNorm):
+    """The copies of a LayerNorm's tensors; a LayerNorm by type, since Trainer exempts those from weight decay."""
+
+    def extra_repr(self) -> str:
+        return ""
 
 
 class TunedModule(nn.Module, BaseTunerLayer):
@@ -125,7 +132,8 @@ class TunedModule(nn.Module, BaseTunerLayer):
                 copies[name] = shared[id(base)]
             else:
                 copies[name] = value.clone()
-        entry = TunedTensors(copies).train(self.training)
+        entry_cls = TunedNormTensors if isinstance(self.base_layer, nn.LayerNorm) else TunedTensors
+        entry = entry_cls(copies).train(self.training)
         self.tuned[adapter_name] = entry.requires_grad_(adapter_name in self.active_adapters and not inference_mode)
 
     # ---- computing

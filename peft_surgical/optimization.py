@@ -1,0 +1,90 @@
+"""Groups of parameters for the optimizer: weight decay where it belongs, learning rates by layer."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+from transformers.trainer_pt_utils import get_parameter_names
+
+from peft_surgical.layers import find_stacks, unwrap
+
+
+# as in transformers' Trainer
+_WITHOUT_DECAY = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
+_EXEMPT = re.compile("|".join(_WITHOUT_DECAY))
+
+
+def parameter_groups(
+    model: nn.Module,
+    *,
+    lr: float,
+    weight_decay: float = 0.01,
+    layer_scores: Sequence[float] | Mapping[str, Sequence[float]] | None = None,
+) -> list[dict[str, Any]]:
+    """Split a model's trainable parameters into groups for an optimizer. No group is empty.
+
+    Args:
+        model: The model, with or without adapters. Frozen parameters are left out.
+        lr: The learning rate.
+        weight_decay: The weight decay of weight matrices. Biases and the weights of norms get none, as in
+            transformers' Trainer.
+        layer_scores: A score per layer (`ranking.scores`), or one sequence per stack. A layer's learning rate is `lr`
+            times its score over the best score of the stack, which with `score="rgn"` is Auto-RGN (Lee et al. 2023,
+            section 4). Everything outside the layers keeps `lr`.
+
+    Returns:
+        Groups with `params`, `lr` and `weight_decay`, which together hold each trainable parameter once.
+
+    Raises:
+        ValueError: Nothing is trainable, or there is not one score of 0 or more for each layer.
+
+    Example:
+
+        >>> groups = parameter_groups(nn.Linear(2, 2), lr=1e-3)
+        >>> [(group["weight_decay"], len(group["params"])) for group in groups]
+        [(0.01, 1), (0.0, 1)]
+    """
+    decayed = set(get_parameter_names(model, [nn.LayerNorm], _WITHOUT_DECAY))
+    decayed = {name for name in decayed if not _EXEMPT.search(name.replace("|", ".").lower())}
+    factors = _layer_factors(model, layer_scores)
+    groups: dict[tuple[float, float], dict[str, Any]] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            settings = lr * factors.get(id(parameter), 1.0), weight_decay if name in decayed else 0.0
+            group = groups.setdefault(settings, {"params": [], "lr": settings[0], "weight_decay": settings[1]})
+            group["params"].append(parameter)
+    if not groups:
+        raise ValueError(
+            "No parameter of the model is trainable. An adapter that was loaded for inference is frozen: load it with "
+            "is_trainable=True."
+        )
+    return list(groups.values())
+
+
+def _layer_factors(
+    model: nn.Module, layer_scores: Sequence[float] | Mapping[str, Sequence[float]] | None
+) -> dict[int, float]:
+    """By id of the parameter, what its learning rate is multiplied with."""
+    if layer_scores is None:
+        return {}
+    stacks = find_stacks(unwrap(model))
+    if not isinstance(layer_scores, Mapping):
+        if len(stacks) != 1:
+            raise ValueError(f"The model has the stacks {list(stacks)}: give layer_scores={{stack: [...]}}.")
+        layer_scores = {next(iter(stacks)): layer_scores}
+    factors: dict[int, float] = {}
+    for name, scores in layer_scores.items():
+        if name not in stacks:
+            raise ValueError(f"layer_scores names the stack {name!r}; the model has {list(stacks)}.")
+        layers = stacks[name].layers
+        if len(scores) != len(layers) or min(scores) < 0 or max(scores) <= 0:
+            raise ValueError(
+                f"layer_scores of {name} must be {len(layers)} numbers of 0 or more, one for each layer, with a "
+                f"positive one among them; got {list(scores)}."
+            )
+        for layer, score in zip(layers, scores, strict=True):
+            factors.update({id(p): score / max(scores) for p in layer.module.parameters()})
+    return factors
