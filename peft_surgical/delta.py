@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from peft_surgical.encoded_tensors import decoded_shapes
-from peft_surgical.layers import find_stacks
+from peft_surgical.layers import find_stacks, unwrap
 
 
 SAMPLES_PER_TENSOR = 6
@@ -33,10 +33,11 @@ def describe_base(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict
         tensors: The tensors that the adapter changes, with their original values, by name.
 
     Returns:
-        `model_type`, `layers` (depth by stack), `vocab_size` and `tensors` (a fingerprint by name). Only a handful of
-        values is read per tensor, so this costs milliseconds.
+        `architecture` (the model's class), `model_type`, `layers` (depth by stack), `vocab_size` and `tensors` (a
+        fingerprint by name). Only a handful of values is read per tensor, so this costs milliseconds.
     """
     return {
+        "architecture": type(unwrap(model)).__name__,
         **_shape_of_model(model),
         "tensors": {name: fingerprint(tensor) for name, tensor in tensors.items() if tensor.is_floating_point()},
     }

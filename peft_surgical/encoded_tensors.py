@@ -34,9 +34,9 @@ def encode_tensor(name: str, trained: torch.Tensor, base: torch.Tensor, encoding
         encoding: `"values"`, or a name in `ENCODINGS`.
 
     Returns:
-        The tensors for the file, by name. Lossy encodings leave tensors of one dimension (biases, norms) and tensors
-        with values that are not finite plain, and add `name:error`, a float32 tensor of shape (2,): the norm of the
-        error and the norm of the difference.
+        The tensors for the file, by name. Tensors of one dimension (biases, norms) stay plain, as do those that would
+        not get smaller, and those with values that are not finite where the encoding is lossy. Lossy encodings add
+        `name:error`, a float32 tensor of shape (2,): the norm of the error and the norm of the difference.
 
     Example:
 
@@ -45,20 +45,22 @@ def encode_tensor(name: str, trained: torch.Tensor, base: torch.Tensor, encoding
         ['weight:error', 'weight:sign', 'weight:sign_scale']
     """
     trained, base = trained.detach(), base.detach().to(trained.device)
-    if encoding == "values" or not trained.numel():
+    if encoding == "values":
         return {name: trained}
     chosen = find_encoding(encoding)
-    if not chosen.lossy:
-        parts = chosen.encode(trained, base)
-        return _named(name, parts) if _size(parts) < trained.numel() * trained.itemsize else {name: trained}
-    if trained.ndim < 2 or not (trained.is_floating_point() and base.is_floating_point()):
+    if trained.ndim < 2 or not trained.numel():
+        return {name: trained}
+    if chosen.lossy and not (trained.is_floating_point() and base.is_floating_point()):
         return {name: trained}
     parts = chosen.encode(trained, base)
-    exact = trained.to(torch.promote_types(trained.dtype, torch.float32))
-    error = torch.stack([(chosen.decode(parts, base) - exact).norm(), difference(trained, base).norm()]).float()
-    if not torch.isfinite(error).all() or _size(parts) >= trained.numel() * trained.itemsize:
+    if chosen.lossy:
+        exact = trained.to(torch.promote_types(trained.dtype, torch.float32))
+        norms = [(chosen.decode(parts, base) - exact).norm(), difference(trained, base).norm()]
+        parts[ERROR] = torch.stack(norms).float()
+    is_smaller = sum(part.nbytes for part in parts.values()) < trained.nbytes
+    if not is_smaller or (chosen.lossy and not torch.isfinite(parts[ERROR]).all()):
         return {name: trained}
-    return _named(name, {**parts, ERROR: error})
+    return {f"{name}{SEPARATOR}{suffix}": part for suffix, part in parts.items()}
 
 
 def decode_tensors(tensors: Mapping[str, torch.Tensor], bases: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -218,11 +220,3 @@ def _bases(
             if not module.merged:  # a gathered state has the whole tensor where the module holds a shard
                 base = state.get(f"{owner}.{name}", base)
             yield f"{path}.{module.adapter_layer_names[0]}.{adapter_name}.{name.replace('.', '|')}", base
-
-
-def _named(name: str, parts: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {f"{name}{SEPARATOR}{suffix}": part for suffix, part in parts.items()}
-
-
-def _size(parts: Mapping[str, torch.Tensor]) -> int:
-    return sum(part.numel() * part.itemsize for part in parts.values())

@@ -48,6 +48,11 @@ class Encoding(ABC):
     def bound(trained: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
         """How far each entry may be off after decoding, the final rounding to float32 included."""
 
+    @staticmethod
+    @abstractmethod
+    def values_nbytes(parts: Mapping[str, torch.Tensor]) -> int:
+        """The size in bytes that the values would have: in float32 if lossy, else in their own dtype."""
+
 
 ENCODINGS: dict[str, type[Encoding]] = {}
 
@@ -110,6 +115,10 @@ class Lossless(Encoding):
         return torch.from_numpy(bits.view(np.uint8)).view(dtype).reshape(base.shape).to(base.device)
 
     @staticmethod
+    def values_nbytes(parts: Mapping[str, torch.Tensor]) -> int:
+        return zstandard.frame_content_size(parts["lossless"].numpy()[20:].tobytes()[:32])
+
+    @staticmethod
     def bound(trained: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
         return torch.zeros(trained.shape)
 
@@ -129,6 +138,10 @@ class Bfloat16(Encoding):
     @staticmethod
     def decode(parts: Mapping[str, torch.Tensor], base: torch.Tensor) -> torch.Tensor:
         return _add(base, parts["bf16"])
+
+    @staticmethod
+    def values_nbytes(parts: Mapping[str, torch.Tensor]) -> int:
+        return parts["bf16"].numel() * 4
 
     @staticmethod
     def bound(trained: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
@@ -152,6 +165,10 @@ class Int8(Encoding):
     @staticmethod
     def decode(parts: Mapping[str, torch.Tensor], base: torch.Tensor) -> torch.Tensor:
         return _add(base, parts["int8"].float() * parts["int8_scale"])
+
+    @staticmethod
+    def values_nbytes(parts: Mapping[str, torch.Tensor]) -> int:
+        return parts["int8"].numel() * 4
 
     @staticmethod
     def bound(trained: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
@@ -187,6 +204,10 @@ class Int4(Encoding):
         return _add(base, steps.reshape(-1)[: base.numel()].reshape(base.shape))
 
     @staticmethod
+    def values_nbytes(parts: Mapping[str, torch.Tensor]) -> int:
+        return parts["int4"].numel() * 2 * 4  # an odd size is rounded up
+
+    @staticmethod
     def bound(trained: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
         step = _grouped(difference(trained, base)).abs().amax(-1, keepdim=True) / 7
         half = (step * (0.5 * (1 + 2.0**-7))).expand(-1, GROUP).reshape(-1)[: trained.numel()]
@@ -217,6 +238,10 @@ class Sign(Encoding):
         packed = parts["sign"]
         up = ((packed[:, None] >> _bit_places(packed.device)) & 1).reshape(-1)[: base.numel()].reshape(base.shape)
         return _add(base, torch.where(up.bool(), parts["sign_scale"], -parts["sign_scale"]))
+
+    @staticmethod
+    def values_nbytes(parts: Mapping[str, torch.Tensor]) -> int:
+        return parts["sign"].numel() * 8 * 4  # rounded up to a whole byte
 
     @staticmethod
     def bound(trained: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
