@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from peft_surgical.commands import evaluate, rank, train
+from peft_surgical.commands import demo, evaluate, rank, train
 
 
 app = typer.Typer(
@@ -18,6 +18,7 @@ app = typer.Typer(
 app.command()(rank.rank)
 app.command()(train.train)
 app.command()(evaluate.evaluate)
+app.command()(demo.demo)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,8 @@ from rich.table import Table
 from transformers import TrainerCallback
 from transformers.trainer_utils import IntervalStrategy
 
+from peft_surgical.ranking import LayerRanking
+
 
 def make_console(*, quiet: bool = False) -> Console:
     """A console that is silent on all processes but the first.
@@ -77,7 +79,8 @@ class RichProgress(TrainerCallback):
             TextColumn("left:"),
             TimeRemainingColumn(),
         )
-        self.progress = Progress(*columns, console=self.console, transient=True)
+        hidden = not self.console.is_terminal
+        self.progress = Progress(*columns, console=self.console, transient=True, disable=hidden)
         self.bar = self.progress.add_task(self.title, total=state.max_steps, completed=state.global_step)
         self.progress.start()
 
@@ -132,6 +135,50 @@ def share(part: float, whole: float) -> str:
         ('0.0034%', '33%')
     """
     return f"{100 * part / whole:.2g}%"
+
+
+def ranking_table(ranking: LayerRanking, k: int) -> Table:
+    """A ranking as a table, with the layers that are tuned marked.
+
+    Args:
+        ranking: The ranking.
+        k: How many layers are tuned.
+    """
+    table = Table(caption=_stability(ranking), caption_justify="left")
+    table.add_column("rank", justify="right")
+    table.add_column("layer", justify="right")
+    table.add_column("score", justify="right")
+    table.add_column("", width=20)
+    sure = ranking.intervals is not None
+    if sure:
+        table.add_column("95 % interval", justify="right")
+        table.add_column(f"in top {k}", justify="right")
+    table.add_column("")
+    highest = max(ranking.scores)
+    for place, layer in enumerate(ranking.order, 1):
+        score = ranking.scores[layer]
+        cells = [
+            str(place),
+            str(layer),
+            f"{score:.3g}",
+            "█" * round(20 * max(score, 0) / highest) if highest > 0 else "",
+        ]
+        if ranking.intervals is not None:
+            low, high = ranking.intervals[layer]
+            cells += [f"{low:.3g} to {high:.3g}", f"{ranking.probability(layer, k) or 0:.0%}"]
+        tuned = place <= k
+        table.add_row(*cells, "tuned" if tuned else "", style="bold green" if tuned else None)
+    return table
+
+
+def _stability(ranking: LayerRanking) -> str:
+    lines = []
+    if ranking.split_half_tau is not None:
+        lines.append(f"Two halves of the samples agree on the order with Kendall's tau {ranking.split_half_tau:.2f}.")
+    if ranking.head_tau is not None:
+        heads = ranking.record.get("head_seeds")
+        lines.append(f"{heads} freshly drawn heads agree on the order with Kendall's tau {ranking.head_tau:.2f}.")
+    return "\n".join(lines)
 
 
 def size(count: float, unit: str = "B") -> str:

@@ -68,6 +68,14 @@ Aggregation = Annotated[
         rich_help_panel=_RANKING,
     ),
 ]
+HeadSeeds = Annotated[
+    int,
+    typer.Option(
+        help="Average the ranking over so many freshly drawn heads, and tell how far the order depends on the head; "
+        "0: the head that training starts with.",
+        rich_help_panel=_RANKING,
+    ),
+]
 Seed = Annotated[int, typer.Option(help="Seed of the new head and of all draws.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Show errors only.")]
 

@@ -11,9 +11,17 @@ from click.core import ParameterSource
 from rich.console import Console
 
 from peft_surgical.commands import options
-from peft_surgical.commands.console import RichProgress, key_value_table, make_console, metrics_table, share, size
+from peft_surgical.commands.console import (
+    RichProgress,
+    key_value_table,
+    make_console,
+    metrics_table,
+    ranking_table,
+    share,
+    size,
+)
 from peft_surgical.training.job import JOB_FILE, TrainingJob
-from peft_surgical.training.methods import METHODS
+from peft_surgical.training.methods import METHODS, default_top_k
 from peft_surgical.training.model_card import describe_selection
 from peft_surgical.training.run import TrainingRun
 
@@ -53,6 +61,7 @@ def train(
     score: options.Score = _J.score,
     fisher_labels: options.FisherLabels = _J.fisher_labels,
     aggregation: options.Aggregation = _J.aggregation,
+    head_seeds: options.HeadSeeds = _J.head_seeds,
     stack: options.Stack = None,
     subset: options.Subset = None,
     encoding: options.Encoding = _J.encoding,
@@ -141,7 +150,7 @@ def train(
         _show_start(console, run)
         found = run.rank(progress=not quiet)
         if found is not None:
-            console.print(f"\n{found}\n", markup=False, soft_wrap=True)
+            console.print(ranking_table(found, job.top_k or default_top_k(len(found.scores))))
         run.fit()
         _show_end(console, job, run.finish())
 

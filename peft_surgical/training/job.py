@@ -43,6 +43,7 @@ class TrainingJob:
         score: The score that the layers are ranked by.
         fisher_labels: Labels that the Fisher information is taken at: `"given"`, `"sampled"` or `"exact"`.
         aggregation: How a layer's Fisher information becomes one number.
+        head_seeds: Average the ranking over so many freshly drawn heads; 0 takes the head that training starts with.
         lora_r: Rank of LoRA.
         lora_alpha: Scale of LoRA, over its rank.
         lora_dropout: Dropout in LoRA.
@@ -95,6 +96,7 @@ class TrainingJob:
     score: str = "fisher"
     fisher_labels: str = "given"
     aggregation: str = "frobenius"
+    head_seeds: int = 0
     lora_r: int = 8
     lora_alpha: int = 16
     lora_dropout: float = 0.1

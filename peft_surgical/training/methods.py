@@ -102,7 +102,9 @@ METHODS: dict[str, Method] = {
         adapt_surgical,
         "all weights of the layers that matter most",
         5e-5,
-        frozenset({"top_k", "layers", "stack", "ranking", "samples", "score", "fisher_labels", "aggregation"}),
+        frozenset(
+            {"top_k", "layers", "stack", "ranking", "samples", "score", "fisher_labels", "aggregation", "head_seeds"}
+        ),
         ranks=True,
     ),
     "last": Method(adapt_last, "all weights of the last layers", 5e-5, frozenset({"top_k", "stack"})),

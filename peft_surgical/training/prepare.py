@@ -109,6 +109,7 @@ def rank(prepared: Prepared, job: TrainingJob, *, progress: bool = True) -> Laye
         aggregation=job.aggregation,
         batch_size=job.batch_size,
         data_collator=prepared.collator,
+        head_seeds=job.head_seeds,
         seed=job.seed,
         stack=job.stack,
         progress=progress and state.is_main_process,

@@ -1,0 +1,126 @@
+"""The demo's resident model: several tasks on one encoder, swapped, checked and asked."""
+
+from __future__ import annotations
+
+import random
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftModel
+from torch import Tensor
+
+from peft_surgical.commands import demo_data as source
+from peft_surgical.training.loading import load_classifier, load_tokenizer, load_trained
+
+
+@dataclass(frozen=True)
+class Resident:
+    """One encoder with the adapters of several tasks.
+
+    Args:
+        encoder: The folder of the encoder.
+        folders: The folders of the adapters by task.
+        labels: The classes by task.
+        tokenizer: The encoder's tokenizer.
+        model: The model.
+    """
+
+    encoder: str
+    folders: Mapping[str, Path]
+    labels: Mapping[str, Sequence[str]]
+    tokenizer: Any
+    model: PeftModel
+
+
+@dataclass(frozen=True)
+class Swapped:
+    """What came of swapping.
+
+    Args:
+        seconds: The time of one swap.
+        equal: How many swaps gave the logits of the task loaded alone, bit for bit.
+        base_equal: Whether without a task the logits are the encoder's own.
+        weights_equal: Whether the encoder's weights are still those of its file.
+    """
+
+    seconds: float
+    equal: int
+    base_equal: bool
+    weights_equal: bool
+
+
+def load_resident(encoder: str, folders: Mapping[str, Path]) -> Resident:
+    """Load an encoder once and the adapters of all tasks onto it."""
+    tokenizer = load_tokenizer(encoder)
+    base, _ = load_classifier(encoder, source.SENTIMENT, tokenizer)
+    labels = {"sentiment": source.SENTIMENT, "opinion": source.OPINION}
+    (first, folder), *others = folders.items()
+    model = PeftModel.from_pretrained(base, str(folder), adapter_name=first)
+    for task, folder in others:
+        model.load_adapter(str(folder), adapter_name=task)
+    return Resident(encoder, folders, {task: labels[task] for task in folders}, tokenizer, model.eval())
+
+
+@torch.no_grad()
+def swap(resident: Resident, sentences: Sequence[str], times: int, seed: int = 0) -> Swapped:
+    """Swap tasks at random, and compare the logits each time with those of the task loaded alone.
+
+    Args:
+        resident: The resident model.
+        sentences: What to compute on.
+        times: How often to swap.
+        seed: Seed of the draw of tasks.
+    """
+    batch = resident.tokenizer([*sentences], padding=True, return_tensors="pt")
+    expected = {task: _alone(resident, task, batch) for task in resident.folders}
+    fresh, _ = load_classifier(resident.encoder, source.SENTIMENT, resident.tokenizer)
+    draw = random.Random(seed)
+    seconds, equal = 0.0, 0
+    for _ in range(times):
+        task = draw.choice([*resident.folders])
+        started = time.perf_counter()
+        resident.model.set_adapter(task)
+        seconds += time.perf_counter() - started
+        equal += torch.equal(resident.model(**batch).logits, expected[task])
+    with resident.model.disable_adapter():
+        base_equal = torch.equal(resident.model(**batch).logits, fresh.eval()(**batch).logits)
+    originals = {name: tensor for name, tensor in fresh.named_parameters()}
+    weights = dict(_base_weights(resident.model))
+    weights_equal = all(torch.equal(weights[name], tensor) for name, tensor in originals.items())
+    return Swapped(seconds / times, equal, base_equal, weights_equal)
+
+
+@torch.no_grad()
+def answer(resident: Resident, task: str, sentence: str) -> tuple[str, float]:
+    """What the adapter of a task says of a sentence: the class, and its probability."""
+    resident.model.set_adapter(task)
+    logits = resident.model(**resident.tokenizer(sentence, return_tensors="pt")).logits[0]
+    best = int(logits.argmax())
+    return resident.labels[task][best], float(logits.softmax(-1)[best])
+
+
+def peak_memory() -> int | None:
+    """The most memory that this process held so far in bytes, where the system tells."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else 1024 * peak
+
+
+def _alone(resident: Resident, task: str, batch: Mapping[str, Tensor]) -> Tensor:
+    model = load_trained(str(resident.folders[task]), resident.encoder, resident.labels[task], resident.tokenizer)
+    return model(**batch).logits
+
+
+def _base_weights(model: PeftModel):
+    """The weights of the base by their name in it, wherever adapters have moved them."""
+    for name, tensor in model.get_base_model().named_parameters():
+        if "surgical_params" not in name and "modules_to_save" not in name:
+            yield name.replace("base_layer.", "").replace("original_module.", ""), tensor
