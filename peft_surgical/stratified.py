@@ -69,6 +69,7 @@ class StratifiedModel(DeltaTuner, LoraModel):  # type: ignore[misc]
                     chosen[path] = names
                     if owner.has_parts or path == layer.path:
                         config._owners.add(path)
+        check_targets(strata, config._lora)
         check_choice(config, chosen, model)
         config.strata = plain_strata(strata, model)
         config.n1 = config.n2 = config.variant = None
@@ -196,6 +197,17 @@ class StratifiedModel(DeltaTuner, LoraModel):  # type: ignore[misc]
         for module in self._tuner_layers():
             if module.merged:
                 module.unmerge()
+
+    def _unload_and_optionally_merge(self, merge: bool = True, *args: Any, **kwargs: Any) -> Any:
+        copies = [module for module in self._tuner_layers() if isinstance(module, StratifiedModule)]
+        model = super()._unload_and_optionally_merge(merge, *args, **kwargs)
+        if any(module.has_added_bias for module in copies):
+            warnings.warn(
+                "The merged model has biases that its architecture does not have (add_bias=True). It computes with "
+                "them, but from_pretrained would leave them out: keep the adapter's file.",
+                stacklevel=3,
+            )
+        return model
 
     def _tuner_layers(self) -> list[Any]:
         """All adapted modules, an outer one before those inside it."""

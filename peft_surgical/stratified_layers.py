@@ -32,6 +32,11 @@ class StratifiedModule(TunedModule):
             self.__dict__["_absent"] = nn.Parameter(zero_bias(self.base_layer), requires_grad=False)
         return self.__dict__["_absent"]
 
+    @property
+    def has_added_bias(self) -> bool:
+        """Whether the base has at present a bias that its architecture does not have."""
+        return "_absent" in self.__dict__ and self.base_layer._parameters.get("bias") is self.__dict__["_absent"]
+
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
         super().merge(safe_merge, adapter_names)
         if "bias" in self._originals and "_absent" in self.__dict__:

@@ -127,6 +127,25 @@ def _nothing_to_tune(stratum: Stratum, layer: Layer) -> str:
     return f"Layer {layer.index} of the {stratum} has no {what} to tune. {hint}"
 
 
+def check_targets(strata: Sequence[Stratum], lora: Collection[str]) -> None:
+    """Refuse names among `target_modules` that match nothing; PEFT passes over them in silence.
+
+    Args:
+        strata: The strata.
+        lora: The paths of all modules that get LoRA.
+
+    Raises:
+        ValueError: A name matches no module in the strata that it belongs to.
+    """
+    for stratum in strata:
+        for name in stratum.target_modules if isinstance(stratum.target_modules, tuple) else ():
+            if not any(path == name or path.endswith(f".{name}") for path in lora):
+                raise ValueError(
+                    f"target_modules={list(stratum.target_modules or ())} of the {stratum} holds {name!r}, which "
+                    f"matches no module. Linear modules there: {', '.join(linear_names(stratum.modules))}."
+                )
+
+
 def check_choice(config: Any, chosen: Mapping[str, Sequence[str]], model: nn.Module) -> None:
     """Refuse what cannot be trained, before the model is changed.
 

@@ -19,11 +19,13 @@ from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper, _ge
 from torch import nn
 from tqdm import tqdm
 
+from peft_surgical.checkpointing import BackwardStart
 from peft_surgical.delta import check_base, check_file, check_tensors, describe_base
 from peft_surgical.encoded_tensors import decode_state, encode_state
 from peft_surgical.mixed_batch import adapter_names_in_forward
 from peft_surgical.report import TuningReport, tuning_report
 from peft_surgical.task_heads import apply_label_settings, head_names, head_shapes, label_settings, resize_heads
+from peft_surgical.trained_set import warn_of_surprises
 from peft_surgical.tuned_module import TunedModule, TunedOwner
 from peft_surgical.units import innermost_tuned, original_tensor
 from peft_surgical.weighted import add_weighted_adapter
@@ -35,6 +37,8 @@ class DeltaTuner(BaseTuner):
     tuned_module_cls: type[TunedModule] = TunedModule
     tuned_owner_cls: type[TunedOwner] = TunedOwner
     target_module_mapping: dict[str, list[str]] = {}
+    _frozen_on_purpose: frozenset[str] = frozenset()
+    _is_trained_set_checked = False
 
     # ---- before the model is changed
 
@@ -143,13 +147,18 @@ class DeltaTuner(BaseTuner):
     def inject_adapter(self, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
         if hasattr(nn.ModuleDict(), adapter_name) or "." in adapter_name:
             raise ValueError(f"An adapter cannot be called {adapter_name!r}: PyTorch uses that name. Choose another.")
+        frozen = self._frozen_on_purpose
         super().inject_adapter(model, adapter_name, *args, **kwargs)
         config: Any = self.peft_config[adapter_name]
+        self._frozen_on_purpose = frozen  # PEFT gives back the flags that it set meanwhile
         config._shared = {}
         if config.labels and self._labels_of_base:
             resize_heads(model, adapter_name, config.labels["num_labels"], self._labels_of_base["num_labels"])
         # sharding, which comes later, hides the shapes
-        config._shapes = {name: tensor.shape for name, tensor in live_tensors(model, adapter_name).items()}
+        config._shapes = {
+            self._remove_adapter_name_from_key(name, adapter_name): tensor.shape
+            for name, tensor in live_tensors(model, adapter_name).items()
+        }
         self._sync_labels()
 
     def _check_target_module_compatiblity(self, peft_config: Any, model: nn.Module, target_name: str) -> None:
@@ -159,7 +168,17 @@ class DeltaTuner(BaseTuner):
 
     def set_adapter(self, adapter_name: str | list[str], inference_mode: bool = False) -> None:
         super().set_adapter(adapter_name, inference_mode=inference_mode)
+        self._note_frozen(self.active_adapters, inference_mode)
         self._sync_labels()
+
+    def set_requires_grad(self, adapter_names: str | Sequence[str], requires_grad: bool = True) -> None:
+        super().set_requires_grad(adapter_names, requires_grad)
+        self._note_frozen([adapter_names] if isinstance(adapter_names, str) else adapter_names, not requires_grad)
+
+    def _note_frozen(self, adapter_names: Sequence[str], frozen: bool) -> None:
+        change = self._frozen_on_purpose.union if frozen else self._frozen_on_purpose.difference
+        self._frozen_on_purpose = change(adapter_names)
+        self._is_trained_set_checked = False
 
     def _enable_adapter_layers(self, enabled: bool = True) -> None:
         super()._enable_adapter_layers(enabled)
@@ -216,6 +235,8 @@ class DeltaTuner(BaseTuner):
     @contextmanager
     def _enable_peft_forward_hooks(self, *args: Any, **kwargs: Any) -> Iterator[None]:
         """Called by PEFT around forward and generate; serves batches whose rows belong to different adapters."""
+        if self.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            self._before_training()
         names = kwargs.get("adapter_names")
         if names is None:
             yield
@@ -223,6 +244,14 @@ class DeltaTuner(BaseTuner):
         beams = kwargs.get("num_beams") or 1
         with adapter_names_in_forward(self, names, [*args, *kwargs.values()], beams):
             yield
+
+    def _before_training(self) -> None:
+        if not self._is_trained_set_checked:
+            self._is_trained_set_checked = True
+            warn_of_surprises(self, self._frozen_on_purpose)
+        if "_backward_start" not in self.__dict__:
+            self._backward_start = BackwardStart()
+        self._backward_start.update(self.model)
 
     def add_weighted_adapter(
         self,
@@ -301,8 +330,7 @@ class DeltaTuner(BaseTuner):
     @classmethod
     def _get_adapter_state_dict(cls, model, config, adapter_name, state_dict, unwanted_adapter_names):
         found = super()._get_adapter_state_dict(model, config, adapter_name, state_dict, unwanted_adapter_names)
-        prefix = prefix_of_peft_model(state_dict)
-        expected = {prefix + name: shape for name, shape in config._shapes.items()}
+        expected = cls._wanted_shapes(config, adapter_name, state_dict)
         if not found:  # under FSDP1 the modules' paths are not the names of their tensors, and PEFT finds none
             found = {
                 name: state_dict[name] for name in expected if name in state_dict and ".modules_to_save." not in name
@@ -313,14 +341,24 @@ class DeltaTuner(BaseTuner):
         return encode_state(model, adapter_name, found, config.encoding, state_dict)
 
     @classmethod
+    def _wanted_shapes(cls, config: Any, adapter_name: str, names: Iterable[str]) -> dict[str, torch.Size]:
+        """The shapes of an adapter's tensors by the names that they have at present.
+
+        Another adapter may have wrapped their modules since the adapter was made; the names in the file tell which is
+        which.
+        """
+        prefix = prefix_of_peft_model(names)
+        present = {cls._remove_adapter_name_from_key(name, adapter_name): name for name in names}
+        return {present.get(prefix + name, prefix + name): shape for name, shape in config._shapes.items()}
+
+    @classmethod
     def _remap_adapter_state_dict_for_load(cls, model, config, adapter_name, state_dict):
         decoded = decode_state(model, adapter_name, state_dict, cls._remove_adapter_name_from_key)
         remapped = super()._remap_adapter_state_dict_for_load(model, config, adapter_name, decoded)
         live = live_tensors(model, adapter_name)
-        prefix = prefix_of_peft_model(live)
         check_tensors(
             {name: torch.Size(tensor.shape) for name, tensor in remapped.items()},
-            {prefix + name: shape for name, shape in config._shapes.items()},
+            cls._wanted_shapes(config, adapter_name, live),
             source=f"The state for adapter {adapter_name!r}",
             is_known=embedding_tensors(model).__contains__,
         )
@@ -369,7 +407,9 @@ def embedding_tensors(model: nn.Module) -> set[str]:
         for path, module in model.named_modules():
             if module is embedding and module is not None:
                 path = path.removeprefix("base_model.model.")
-                found.update(f"base_model.model.{path}.{name}" for name in module.state_dict())
+                # inside the wrapper of an adapter if they are tuned themselves
+                for name in module.state_dict():
+                    found.update({f"base_model.model.{path}.{name}", f"base_model.model.{path}.base_layer.{name}"})
     return found
 
 
