@@ -34,6 +34,9 @@ class TunedTensors(nn.Module):
                 self.register_parameter(_key(name), tensor)
             else:
                 self.register_buffer(_key(name), tensor)
+        # PEFT's FSDP policy shards each childless module with a trainable weight as a unit of its own, which is only
+        # gathered when called; these tensors are read by the module around and belong to the unit of the layer
+        self.in_unit_of_layer = nn.Identity()
 
     def __getitem__(self, name: str) -> torch.Tensor:
         # attribute access, not the dict of parameters: FSDP keeps the gathered tensor in an attribute of the instance
