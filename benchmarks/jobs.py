@@ -1,0 +1,237 @@
+"""What one process of the benchmarks does at a time, and where its results go."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import time
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import criteria
+import methods
+import models
+import tasks
+import torch
+import training
+import transformers
+from training import Trainee
+
+from peft_surgical.ranking import rank_layers
+
+
+RANDOM_DRAWS = 5
+SAMPLE_SIZES = (1, 10, 30, 100, 300, 1000)
+REFERENCE_SIZE = 2000
+SAMPLE_DRAWS = 5
+TRACKED = (0.0, 0.2, 0.5, 0.8, 1.0)
+"""Fractions of the training at which the paper ranks the layers: epochs 0, 2, 5, 8 and 10 of 10."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where everything is.
+
+    Args:
+        model: A folder, or a name on the hub.
+        data: The folder with the tasks.
+        results: Where results go.
+        cache: Where tokenised tasks are kept.
+        device: What it runs on.
+    """
+
+    model: str
+    data: Path
+    results: Path
+    cache: Path
+    device: str
+
+    def load(self, task: str, seed: int) -> torch.nn.Module:
+        """The pretrained model with a fresh head."""
+        made = tasks.TASKS[task]
+        return models.load(self.model, made.outputs, choices=made.choices, seed=seed, device=self.device)
+
+    def rows(self, task: str) -> tasks.TaskData:
+        """The rows of a task, on the device."""
+        tokenizer = transformers.AutoTokenizer.from_pretrained(self.model)
+        data = tasks.load_cached(task, tokenizer, self.data, self.cache)
+        return tasks.TaskData(*(part.to(self.device) for part in (data.train, data.held_out, data.validation)))
+
+    @property
+    def depth(self) -> int:
+        """How many layers the model has."""
+        return transformers.AutoConfig.from_pretrained(self.model).num_hidden_layers
+
+    def run_file(self, task: str, tuning: str, rate: float, seed: int) -> Path:
+        """Where a run's result goes."""
+        return self.results / "runs" / task / f"{tuning}_{rate:g}_s{seed}.json"
+
+    def ranking_file(self, task: str, seed: int) -> Path:
+        """Where the rankings of a task go."""
+        return self.results / "rankings" / f"{task}_s{seed}.json"
+
+    def rankings(self, task: str, seed: int) -> dict[str, dict[str, Any]]:
+        """The rankings of a task so far, by score."""
+        file = self.ranking_file(task, seed)
+        return json.loads(file.read_text()) if file.exists() else {}
+
+    def rates(self) -> dict[str, float]:
+        """The learning rate chosen for each family of methods."""
+        file = self.results / "rates.json"
+        if not file.exists():
+            raise ValueError(f"{file} is not there: choose the learning rates first, with the command `rates`.")
+        return json.loads(file.read_text())["chosen"]
+
+
+@dataclass(frozen=True)
+class Job:
+    """Some work on one task.
+
+    Args:
+        kind: One of `JOBS`.
+        task: The task.
+        seed: The seed.
+        items: Methods or scores.
+        rates: The learning rate of each method.
+        weight: How long it takes, in any unit.
+    """
+
+    kind: str
+    task: str
+    seed: int
+    items: tuple[str, ...] = ()
+    rates: tuple[float, ...] = ()
+    weight: float = 1.0
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.task} s{self.seed} {' '.join(self.items)}"
+
+
+def train_job(place: Place, job: Job) -> None:
+    """Train several models of a task in step, and write a result for each."""
+    task, data = tasks.TASKS[job.task], place.rows(job.task)
+    base = place.load(job.task, job.seed)
+    began = time.perf_counter()
+    trainees = []
+    for tuning, rate in zip(job.items, job.rates, strict=True):
+        torch.manual_seed(job.seed)
+        trainees.append(Trainee(methods.adapt(copy.deepcopy(base), tuning), rate))
+    training.fit(trainees, task, data.train, data.held_out, seed=job.seed)
+    for tuning, trainee in zip(job.items, trainees, strict=True):
+        assert trainee.best is not None
+        measured = tasks.score(task, training.predict(trainee.model, data.validation), data.validation)
+        result = {
+            "model": Path(place.model).name,
+            "task": job.task,
+            "tuning": tuning,
+            "rate": trainee.peak,
+            "seed": job.seed,
+            "metric": task.metric,
+            "validation": measured,
+            "held_out": {task.metric: trainee.best.rank[0], "loss": -trainee.best.rank[1]},
+            "best_epoch": trainee.best.epoch,
+            "history": trainee.history,
+            **methods.size(trainee.model),
+            "rows": len(data.train),
+            "batch": task.batch,
+            "epochs": task.epochs,
+            "group": {"tunings": job.items, "seconds": time.perf_counter() - began},
+            **surroundings(place),
+        }
+        write(place.run_file(job.task, tuning, trainee.peak, job.seed), result)
+
+
+def rank_job(place: Place, job: Job) -> None:
+    """Rank the layers of a task by several scores."""
+    known = place.rankings(job.task, job.seed)
+    features = place.rows(job.task).train.to("cpu").features()
+    model = place.load(job.task, job.seed)
+    for score in job.items:
+        if score in known:
+            continue
+        name, seed = (score, job.seed)
+        if score.startswith("random"):
+            name, seed = "random", job.seed * RANDOM_DRAWS + int(score.removeprefix("random"))
+        began = time.perf_counter()
+        ranking = rank_layers(
+            model, features, score=name, seed=seed, num_samples=criteria.SAMPLES.get(score, 100), progress=False
+        )
+        seconds = time.perf_counter() - began
+        known[score] = {"order": ranking.order, **ranking.to_dict(), "seconds": seconds, **surroundings(place)}
+        write(place.ranking_file(job.task, job.seed), known)
+
+
+def track_job(place: Place, job: Job) -> None:
+    """Rank the layers while the whole model is tuned (figures 2 to 5 of Lodha et al.)."""
+    task, data = tasks.TASKS[job.task], place.rows(job.task)
+    features = data.train.to("cpu").features()
+    trainee = Trainee(methods.adapt(place.load(job.task, job.seed), "full"), job.rates[0])
+    wanted = {round(part * task.epochs) for part in TRACKED}
+    points = []
+
+    def rank(epoch: int) -> None:
+        if epoch in wanted:
+            ranking = rank_layers(trainee.model, features, seed=job.seed, progress=False)
+            measured = tasks.score(task, training.predict(trainee.model, data.held_out), data.held_out)
+            points.append({"epoch": epoch, "scores": ranking.scores, "held_out": measured[task.metric]})
+
+    rank(0)
+    epochs = training.train([trainee], data.train, batch=task.batch, epochs=task.epochs, seed=job.seed)
+    for epoch, _ in enumerate(epochs, 1):
+        rank(epoch)
+    write(place.results / "track" / f"{job.task}_s{job.seed}.json", {"points": points, **surroundings(place)})
+
+
+def samples_job(place: Place, job: Job) -> None:
+    """Rank the layers by the Fisher from few and many samples, several kinds of labels, and several heads."""
+    rows = place.rows(job.task).train
+    features = rows.to("cpu").features()
+    model = place.load(job.task, job.seed)
+    found = []
+
+    def rank(model: torch.nn.Module, kind: str, n: int, seed: int, labels: str = "given") -> None:
+        ranking = rank_layers(model, features, num_samples=n, labels=labels, seed=seed, progress=False)
+        found.append({"kind": kind, "n": n, "draw": seed, "scores": ranking.scores})
+
+    regression = tasks.TASKS[job.task].regression
+    for labels in ("given", "sampled") if regression else ("given", "sampled", "exact"):
+        for n in (size for size in SAMPLE_SIZES if size < len(rows)):
+            for draw in range(1, 1 + (SAMPLE_DRAWS if n <= 300 else 1)):
+                rank(model, labels, n, draw, labels)
+        rank(model, labels, min(REFERENCE_SIZE, len(rows)), 0, labels)
+    index = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))[:1000].to(rows.labels.device)
+    for head in range(5):
+        fresh = place.load(job.task, head)
+        rank(fresh, "head", 100, 0)
+        rank(criteria.warm_head(fresh, rows.take(index), head), "warm head", 100, 0)
+        found[-2]["head"] = found[-1]["head"] = head
+    write(place.results / "samples" / f"{job.task}_s{job.seed}.json", {"rankings": found, **surroundings(place)})
+
+
+JOBS = {"train": train_job, "rank": rank_job, "track": track_job, "samples": samples_job}
+
+
+def surroundings(place: Place) -> dict[str, Any]:
+    """What a result was measured with."""
+    device = torch.cuda.get_device_name() if place.device == "cuda" else "cpu"
+    return {"device": device, "versions": {name: version(name) for name in ("torch", "transformers", "peft")}}
+
+
+def write(file: Path, content: Any) -> None:
+    """Write JSON; the file appears whole or not at all."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    part = file.with_name(f".{file.name}.{os.getpid()}")
+    part.write_text(json.dumps(_rounded(content)) + "\n")
+    part.replace(file)
+
+
+def _rounded(content: Any) -> Any:
+    """Numbers to six digits, so that files stay small."""
+    if isinstance(content, float):
+        return float(f"{content:.6g}")
+    if isinstance(content, dict):
+        return {key: _rounded(value) for key, value in content.items()}
+    return [_rounded(value) for value in content] if isinstance(content, (list, tuple)) else content

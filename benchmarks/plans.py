@@ -1,0 +1,129 @@
+"""What is to be run for each question, and with which learning rates."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+
+import criteria
+import methods
+import tasks
+import torch
+from jobs import RANDOM_DRAWS, Job, Place, write
+
+
+RATE_TASKS = ("rte", "mrpc", "cola")
+LIBRARY_SCORES = ("fisher", "grad_norm", "rgn", "snr", "last", "first")
+CHEAP_CRITERIA = ("middle", "alternate", "published_code")
+COSTLY_CRITERIA = tuple(score for score in criteria.CRITERIA if score not in CHEAP_CRITERIA)
+CHOOSE_ON = ("multirc", "cola", "wic", "rte", "wsc", "cb")
+CONFIRM_ON = ("sst2", "stsb", "mrpc", "wnli", "copa")
+"""A criterion is chosen on the first half of the tasks and confirmed on the second. Tasks sorted by the number of
+their training rows were dealt out in turn, before any run."""
+
+TOKENS_IN_STEP, MOST_IN_STEP = 12_000, 5
+"""How many models are trained in step: as many as fit into so many tokens, and no more than this."""
+
+
+def plans(question: str, depth: int) -> list[str]:
+    """The methods that a question compares. Of 12 layers 5 are tuned, of others as large a part."""
+    k = max(1, depth * 5 // 12)
+    counts = range(1, k + 1)
+    seven, two = max(1, depth * 7 // 12), max(1, depth * 2 // 12)
+    return {
+        "1": [
+            *("full", "head", "lora-II"),
+            *(f"fisher:{n}" for n in (*reversed(counts), -1)),
+            *(f"last:{n}" for n in reversed(counts)),
+            *(f"random{draw}:{k}" for draw in range(RANDOM_DRAWS)),
+            *(f"{score}:{k}" for score in ("grad_norm", "rgn", "snr")),
+        ],
+        "6": [
+            *("full", "bitfit", "lora-I", "lora-II"),
+            *("spafit-2-4-I", "spafit-2-4-II", "spafit-4-6-I", "spafit-4-6-II", "spafit-4-8-II", "spafit-2-7-II"),
+            *(f"strata-II-lora:{seven}-bitfit:{two}/{score}" for score in ("fisher", "middle")),
+        ],
+        "8": [f"{score}:{k}" for score in ("middle", "alternate", *COSTLY_CRITERIA)] + [f"fisher:{-k}"],
+        "5": ["head", *(f"last:{n}" for n in range(1, depth + 1))],
+        "3": [f"published_code:{n}" for n in (k, 1)],
+    }[question]
+
+
+def train_jobs(place: Place, wanted: Iterable[tuple[str, str, float]], seed: int) -> list[Job]:
+    """Jobs for the runs whose result is missing: models of one task in step, longest first."""
+    missing: dict[str, list[tuple[str, float]]] = {}
+    for task, tuning, rate in dict.fromkeys(wanted):
+        if not place.run_file(task, tuning, rate, seed).exists():
+            missing.setdefault(task, []).append((tuning, rate))
+    jobs = []
+    for task, runs in missing.items():
+        lengths = tasks.load_cached(task, None, place.data, place.cache).train.lengths
+        tokens = tasks.TASKS[task].batch * int(lengths.max()) * (1 + tasks.TASKS[task].choices)
+        size = max(1, min(MOST_IN_STEP, TOKENS_IN_STEP // tokens))
+        count = -(-len(runs) // size)
+        for start in range(count):  # groups of equal size
+            group = runs[start::count]
+            weight = _weight(task, lengths, len(group))
+            jobs.append(Job("train", task, seed, *zip(*group, strict=True), weight=weight))
+    return sorted(jobs, key=lambda job: -job.weight)
+
+
+def _weight(task: str, lengths: torch.Tensor, models_in_step: int) -> float:
+    """Seconds that a training of models in step takes on an H100 with nothing else on it, roughly."""
+    made = tasks.TASKS[task]
+    steps = made.epochs * len(lengths) / made.batch
+    tokens = made.batch * float(lengths.float().mean()) * (1 + made.choices)
+    return 3 + steps * (0.002 + models_in_step * (0.001 + 1.5e-6 * tokens))
+
+
+def plan_jobs(place: Place, questions: Sequence[str], chosen: Sequence[str], seeds: Sequence[int]) -> list[Job]:
+    """Jobs for questions in the order given, all tasks with one seed before the next seed."""
+    rates, jobs, planned = place.rates(), [], set()
+    for seed in seeds:
+        for question in questions:
+            wanted = []
+            for task in chosen:
+                orders = {score: ranking["order"] for score, ranking in place.rankings(task, seed).items()}
+                for plan in plans(question, place.depth):
+                    try:
+                        tuning = methods.resolve(plan, orders)
+                    except KeyError:
+                        continue  # not ranked yet
+                    key = (task, tuning, rates[methods.family(tuning)])
+                    if (*key, seed) not in planned:
+                        planned.add((*key, seed))
+                        wanted.append(key)
+            jobs += train_jobs(place, wanted, seed)
+    return jobs
+
+
+def choose_rates(place: Place) -> None:
+    """Write the learning rate of each family that is best on average over some tasks, on their held-out rows."""
+    orders = {"alternate": alternate(place.depth)}
+    table: dict[str, dict[str, float]] = {}
+    for family, tried in methods.RATES.items():
+        tuning = methods.resolve(methods.REPRESENTATIVES[family], orders)
+        for rate in tried:
+            files = [place.run_file(task, tuning, rate, 0) for task in RATE_TASKS]
+            if all(file.exists() for file in files):
+                results = [json.loads(file.read_text()) for file in files]
+                means = [result["held_out"][result["metric"]] for result in results]
+                table.setdefault(family, {})[f"{rate:g}"] = sum(means) / len(means)
+    chosen = {family: float(max(means, key=lambda rate: means[rate])) for family, means in table.items()}
+    missing = [f for f, tried in methods.RATES.items() if len(table.get(f, {})) < len(tried)]
+    if missing:
+        print(f"not all learning rates of {', '.join(missing)} were tried")
+    for family in set(methods.RATES) - set(chosen):
+        chosen[family] = methods.RATES[family][1]
+    write(place.results / "rates.json", {"chosen": chosen, "held_out": table, "tasks": RATE_TASKS, "missing": missing})
+    print(json.dumps(table, indent=1), chosen)
+
+
+def alternate(depth: int) -> list[int]:
+    return [*range(1, depth, 2), *range(0, depth, 2)]
+
+
+def all_scores() -> list[str]:
+    """All scores that layers are ranked by."""
+    random = [f"random{draw}" for draw in range(RANDOM_DRAWS)]
+    return [*LIBRARY_SCORES, *random, *CHEAP_CRITERIA, *COSTLY_CRITERIA]
