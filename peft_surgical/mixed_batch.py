@@ -54,6 +54,8 @@ def adapter_names_in_forward(
         for module in model.modules():
             if isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper)) and isinstance(module, nn.Module):
                 names = list(adapter_names) if id(module) in in_encoder else repeated
+                if isinstance(module, AuxiliaryTrainingWrapper):  # PEFT's own does not know adapters without a copy
+                    names = [name if name in module._adapters else BASE for name in names]
                 hook = partial(_add_adapter_names, adapter_names=names)
                 handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
         yield
@@ -135,6 +137,6 @@ def _check(tuner: Any, used: Sequence[str]) -> None:
             raise TypeError(
                 f"The layer {path.rpartition('.')[0]} has tuned parameters of its own, which all rows share."
             )
-    labels = {name: (tuner.peft_config[name].labels or {}).get("num_labels") for name in used}
+    labels = {name: (getattr(tuner.peft_config[name], "labels", None) or {}).get("num_labels") for name in used}
     if len(set(labels.values())) > 1:
         raise ValueError(f"The heads of these adapters differ in size and cannot share a batch: labels {labels}.")

@@ -135,9 +135,23 @@ class TunedModule(nn.Module, BaseTunerLayer):
                 copies[name] = shared[id(base)]
             else:
                 copies[name] = value.clone()
+        self.put(adapter_name, copies)
+        self.tuned[adapter_name].requires_grad_(adapter_name in self.active_adapters and not inference_mode)
+
+    def put(self, adapter_name: str, copies: Mapping[str, torch.Tensor]) -> None:
+        """Make tensors an adapter's copies as they are.
+
+        Args:
+            adapter_name: The adapter, a new one or not.
+            copies: Its copies by their name in the module.
+        """
         entry_cls = TunedNormTensors if isinstance(self.base_layer, nn.LayerNorm) else TunedTensors
-        entry = entry_cls(copies).train(self.training)
-        self.tuned[adapter_name] = entry.requires_grad_(adapter_name in self.active_adapters and not inference_mode)
+        self.tuned[adapter_name] = entry_cls(copies).train(self.training)
+
+    def take(self, adapter_name: str) -> None:
+        """Forget an adapter's copies, also those that are kept cast for inference."""
+        del self.tuned[adapter_name]
+        self._cast = (None, {})
 
     # ---- computing
 
