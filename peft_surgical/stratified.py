@@ -22,6 +22,7 @@ from peft.utils.other import get_pattern_key
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from peft_surgical.delta import check_base
 from peft_surgical.hotswap import swap_in
 from peft_surgical.registration import register_hotswap, register_method
 from peft_surgical.strata import plain_strata, resolve_strata, unite_strata
@@ -46,6 +47,9 @@ class StratifiedModel(DeltaTuner, LoraModel):  # type: ignore[misc]
 
     def _prepare_model(self, peft_config: Any, model: nn.Module) -> None:
         LoraModel._prepare_model(self, peft_config, model)
+        if peft_config.base is not None and peft_config.check_base:
+            # another depth is another base; the strata, which then do not fit either, are not at fault
+            check_base({**peft_config.base, "tensors": {}}, model, {})
         super()._prepare_model(peft_config, model)
 
     def _choose_tensors(self, config: Any, model: nn.Module) -> dict[str, list[str]]:
@@ -157,7 +161,7 @@ class StratifiedModel(DeltaTuner, LoraModel):  # type: ignore[misc]
 
     @staticmethod
     def _create_new_module(lora_config: Any, adapter_name: str, target: nn.Module, **kwargs: Any):
-        return make_restoring(LoraModel._create_new_module(lora_config, adapter_name, target, **kwargs))
+        return make_restoring(LoraModel._create_new_module(lora_config, adapter_name, target, **kwargs), adapter_name)
 
     def _check_target_module_compatiblity(self, peft_config: Any, model: nn.Module, target_name: str) -> None:
         LoraModel._check_target_module_compatiblity(self, peft_config, model, target_name)

@@ -56,11 +56,12 @@ class RestoresBase(lora.LoraLayer):
     """Adds to a LoRA layer of PEFT that `unmerge` gives the base back bit for bit, and `merge` rounds only once.
 
     The base's own values are kept aside while an adapter is merged. Merging computes in float32 if the base or the
-    adapter has a lower precision.
+    adapter has a lower precision. Loading with `low_cpu_mem_usage` keeps the values as they are in the file.
     """
 
     _originals: dict[str, torch.Tensor] | None = None
     _is_merging = False
+    _is_adding = False
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
         """As in PEFT."""
@@ -104,6 +105,39 @@ class RestoresBase(lora.LoraLayer):
         self._originals = None
         self.merged_adapters.clear()
 
+    def update_layer(self, adapter_name: str, *args: Any, **kwargs: Any) -> None:
+        """As in PEFT."""
+        self._is_adding = True
+        try:
+            super().update_layer(adapter_name, *args, **kwargs)
+        finally:
+            self._is_adding = False
+        self.take_dtype_of_base(adapter_name)
+
+    def take_dtype_of_base(self, adapter_name: str) -> None:
+        """Give an adapter that has no values yet the base's dtype. PEFT does so only with those that have."""
+        _, dtype = self._get_base_layer_device_and_dtype(self.get_base_layer())
+        for parameter in self._parameters_of(adapter_name):
+            if parameter.device.type == "meta" and dtype is not None and dtype.is_floating_point:
+                parameter.data = parameter.data.to(dtype)
+
+    def _move_adapter_to_device_of_base_layer(self, adapter_name: str, device: torch.device | None = None) -> None:
+        if self._is_adding:
+            super()._move_adapter_to_device_of_base_layer(adapter_name, device)
+            return
+        # PEFT would cast a loaded adapter to the base's dtype as well, and later back
+        target = device or self._get_base_layer_device_and_dtype(self.get_base_layer())[0]
+        for parameter in self._parameters_of(adapter_name):
+            if parameter.device.type != "meta" and target is not None:
+                parameter.data = parameter.data.to(target)
+
+    def _parameters_of(self, adapter_name: str) -> Iterator[nn.Parameter]:
+        for name in self.adapter_layer_names:
+            table = getattr(self, name)
+            if adapter_name in table:
+                entry = table[adapter_name]
+                yield from entry.parameters() if isinstance(entry, nn.Module) else [entry]
+
     @contextmanager
     def _adapters_in_float32(self) -> Iterator[None]:
         tables: list[Any] = [getattr(self, name) for name in self.adapter_layer_names]
@@ -146,12 +180,13 @@ _RESTORING: dict[type[nn.Module], type[RestoresBase]] = {
 }
 
 
-def make_restoring(layer: nn.Module) -> nn.Module:
+def make_restoring(layer: nn.Module, adapter_name: str) -> nn.Module:
     """The counterpart here of a LoRA layer of PEFT; quantised and other special ones stay as they are."""
     if type(layer) not in _RESTORING:
         return layer
     counterpart: Any = object.__new__(_RESTORING[type(layer)])
     counterpart.__dict__ = layer.__dict__
+    counterpart.take_dtype_of_base(adapter_name)
     return counterpart
 
 
