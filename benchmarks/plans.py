@@ -21,7 +21,7 @@ CONFIRM_ON = ("sst2", "stsb", "mrpc", "wnli", "copa")
 """A criterion is chosen on the first half of the tasks and confirmed on the second. Tasks sorted by the number of
 their training rows were dealt out in turn, before any run."""
 
-TOKENS_IN_STEP, MOST_IN_STEP = 12_000, 5
+TOKENS_IN_STEP, MOST_IN_STEP = 20_000, 5
 """How many models are trained in step: as many as fit into so many tokens, and no more than this."""
 
 
