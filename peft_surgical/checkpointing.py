@@ -1,0 +1,129 @@
+"""Let the backward pass reach the lowest trained layer, and go no further down.
+
+Reentrant gradient checkpointing gives no gradients to a layer none of whose inputs requires one. So PEFT and
+transformers let the output of the embeddings require a gradient (`enable_input_require_grads`), which makes the
+backward pass run through all frozen layers too, for nothing. Here the output of the layer below the lowest trained one
+does so instead. Without reentrant checkpointing nothing needs to.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from peft_surgical.layers import find_stacks
+
+
+logger = logging.getLogger(__name__)
+
+_ON_EMBEDDINGS = ("make_inputs_require_grads", "make_inputs_require_grad")  # the hooks of transformers and PEFT
+
+
+class BackwardStart:
+    """Where the backward pass of a model stops. Called before each forward pass in training."""
+
+    def __init__(self) -> None:
+        self._stacks: list[list[nn.Module]] | None = None
+        self._hooks: list[RemovableHandle] = []
+        self._paused: list[nn.Module] = []
+
+    def update(self, model: nn.Module) -> None:
+        """Put the hooks where the trained layers and the kind of checkpointing need them, and remove all others."""
+        if self._stacks is None:
+            self._stacks = [[layer.module for layer in stack.layers] for stack in find_stacks(model).values()]
+        if not self._stacks:
+            return
+        self._undo()
+        needs_hook_on_embeddings = False
+        for stack in self._stacks:
+            lowest = next((i for i, layer in enumerate(stack) if _is_trained(layer)), None)
+            if lowest is None:
+                continue
+            is_reentrant = _is_reentrant(stack[lowest])
+            if lowest == 0:
+                needs_hook_on_embeddings |= is_reentrant
+                continue
+            # a frozen layer with nothing trained below it keeps nothing for the backward pass, so there is nothing to
+            # save by checkpointing it; and hooks inside a checkpoint have no effect
+            below = stack[lowest - 1 : lowest] if _is_anything_trained_before(stack[0], model) else stack[:lowest]
+            if is_reentrant:
+                self._hooks.append(stack[lowest - 1].register_forward_hook(_require_gradient))
+            if is_reentrant or len(below) == lowest:
+                self._pause_checkpointing(below)
+        _set_hook_on_embeddings(model, needs_hook_on_embeddings)
+
+    def _pause_checkpointing(self, layers: list[nn.Module]) -> None:
+        for module in (module for layer in layers for module in layer.modules()):
+            if getattr(module, "gradient_checkpointing", False):
+                module.gradient_checkpointing = False  # type: ignore[assignment]
+                self._paused.append(module)
+
+    def _undo(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        # it may have been switched off altogether since
+        is_on = any(_checkpointed(layer) is not None for stack in self._stacks or [] for layer in stack)
+        for module in self._paused:
+            module.gradient_checkpointing = is_on  # type: ignore[assignment]
+        self._hooks, self._paused = [], []
+
+    def __deepcopy__(self, memo: dict) -> BackwardStart:
+        return BackwardStart()
+
+    def __getstate__(self) -> dict:
+        return {}
+
+    def __setstate__(self, state: dict) -> None:
+        self.__init__()  # type: ignore[misc]
+
+
+def _require_gradient(module: nn.Module, args: Any, output: Any) -> None:
+    hidden = output[0] if isinstance(output, tuple) else output
+    if module.training and torch.is_grad_enabled() and not hidden.requires_grad:
+        hidden.requires_grad_(True)
+
+
+def _is_trained(layer: nn.Module) -> bool:
+    return any(parameter.requires_grad for parameter in layer.parameters())
+
+
+def _is_anything_trained_before(layer: nn.Module, model: nn.Module) -> bool:
+    """Whether a trained parameter comes before a layer in the module tree, as embeddings and encoders do."""
+    first = next(layer.parameters())
+    for parameter in model.parameters():
+        if parameter is first:
+            return False
+        if parameter.requires_grad:
+            return True
+    return False
+
+
+def _is_reentrant(layer: nn.Module) -> bool:
+    """Whether a layer is under reentrant gradient checkpointing."""
+    function = getattr(_checkpointed(layer), "_gradient_checkpointing_func", None)
+    options = function.keywords if isinstance(function, functools.partial) else {}
+    return function is not None and bool(options.get("use_reentrant", True))
+
+
+def _checkpointed(layer: nn.Module) -> nn.Module | None:
+    return next((module for module in layer.modules() if getattr(module, "gradient_checkpointing", False)), None)
+
+
+def _set_hook_on_embeddings(model: Any, is_needed: bool) -> None:
+    present = [
+        (module, key)
+        for module in model.modules()
+        for key, hook in module._forward_hooks.items()
+        if getattr(hook, "__name__", "") in _ON_EMBEDDINGS
+    ]
+    if is_needed and not present and hasattr(model, "enable_input_require_grads"):
+        model.enable_input_require_grads()
+    elif present and not is_needed:
+        logger.info("The embeddings' output need not require a gradient: no layer below the trained ones does.")
+        for module, key in present:
+            del module._forward_hooks[key]
