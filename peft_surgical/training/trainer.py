@@ -37,6 +37,10 @@ def make_trainer(model: nn.Module, arguments: TrainingArguments, collator: Any, 
         preprocess_logits_for_metrics=lambda out, _: out[0] if isinstance(out, tuple) else out,
         **options,
     )
+    # a classifier's loss is the mean over its batch and ignores the count of items that Trainer passes; Trainer, which
+    # takes any model with **kwargs for one that divides by it, would multiply the loss by the number of processes and
+    # of accumulated batches
+    trainer.model_accepts_loss_kwargs = False
     trainer.remove_callback(PrinterCallback)
     return trainer
 
