@@ -39,7 +39,7 @@ def describe_base(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict
     return {
         "architecture": type(unwrap(model)).__name__,
         **_shape_of_model(model),
-        "tensors": {name: fingerprint(tensor) for name, tensor in tensors.items() if tensor.is_floating_point()},
+        "tensors": {name: fingerprint(tensor) for name, tensor in tensors.items() if _is_comparable(tensor)},
     }
 
 
@@ -65,12 +65,18 @@ def check_base(record: Mapping[str, Any], model: nn.Module, tensors: Mapping[str
             raise ValueError(
                 f"This adapter was trained on another base model: this {type(model).__name__} has no tensor {name!r}."
             )
-        if tensors[name].is_floating_point() and not matches(wanted, tensors[name]):
+        if _is_comparable(tensors[name]) and not matches(wanted, tensors[name]):
             raise ValueError(
                 f"This adapter was trained on another base model: {name!r} has other values here. Load the adapter "
                 "onto the checkpoint it was trained on. To load it all the same, set check_base to false in its "
                 "adapter_config.json."
             )
+
+
+def _is_comparable(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has values that hold on the same base in another form; quantised and empty ones have not."""
+    plain = type(tensor) in (torch.Tensor, nn.Parameter)
+    return plain and tensor.is_floating_point() and tensor.device.type != "meta"
 
 
 def fingerprint(tensor: torch.Tensor) -> str:

@@ -85,12 +85,7 @@ class StratifiedModel(DeltaTuner, LoraModel):  # type: ignore[misc]
             module = model.get_submodule(path)
             if isinstance(getattr(bottom(module), "weight", None), torch.Tensor):
                 touched[f"{path}.weight"] = original_tensor(module, "weight")
-        # quantised weights and those without values tell nothing that holds on the same base in another form
-        return {
-            name: tensor
-            for name, tensor in touched.items()
-            if type(tensor) in (torch.Tensor, nn.Parameter) and tensor.device.type != "meta"
-        }
+        return touched
 
     def _expected_tensors(self, config: Any, model: nn.Module) -> dict[str, torch.Size]:
         shapes = super()._expected_tensors(config, model)
