@@ -56,6 +56,7 @@ def attention(family: str) -> list[str]:
 
 def make(method: str, family: str, layers: Iterable[int], *, name: str = "default", seed: int = 1, **options):
     """A model with one adapter that is off its start."""
+    torch.manual_seed(seed)  # LoRA starts at random
     model = get_peft_model(build(family), make_config(method, family, layers, **options), adapter_name=name)
     return shake(model, name, seed).eval()
 

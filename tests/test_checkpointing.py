@@ -17,6 +17,7 @@ from peft_surgical import SurgicalConfig, find_stacks
 
 
 def make(method, family, layers, before=None, **options):
+    torch.manual_seed(0)  # LoRA starts at random
     base = build(family)
     if before is not None:
         base.gradient_checkpointing_enable(before)
