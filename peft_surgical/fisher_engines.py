@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterable, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from peft_surgical.batches import Batch, token_lengths
+from peft_surgical.fisher_entries import Generators
 from peft_surgical.fisher_hooks import GradientListener, NotFinite, SamplesInUnequalShares
 from peft_surgical.fisher_kernel import PendingSquares
 from peft_surgical.fisher_measure import (
@@ -18,9 +20,11 @@ from peft_surgical.fisher_measure import (
     Progress,
     Runner,
     SampleLog,
+    check_values,
     layer_parameters,
 )
-from peft_surgical.fisher_sums import Generators, TensorFisher
+from peft_surgical.fisher_plain import NotPlain, plain_units, tokens_of
+from peft_surgical.fisher_sums import TensorFisher
 from peft_surgical.fisher_units import CannotTellSamplesApart, Unit, find_units
 from peft_surgical.layers import find_stacks
 from peft_surgical.sample_gradients import DenseGradients
@@ -77,7 +81,7 @@ class _SummingEngine(Engine):
         raise NotImplementedError
 
     def results(self, count: float) -> Iterable[dict[str, TensorFisher]]:
-        return (self.sums.results(number, count) for number in range(len(self.task.layers)))
+        return self.sums.results(count)
 
 
 class HookEngine(_SummingEngine):
@@ -87,12 +91,16 @@ class HookEngine(_SummingEngine):
 
     def __init__(self, task: FisherTask, batches: Sequence[Batch]):
         super().__init__(task, batches)
-        self.units = UnitsOnce(task, self.runner, batches)
+        self.units = UnitsOnce(task, self.runner, batches, self.parameters)
         self.padding = PaddingLengths(task, self.runner)
 
     def add(self, batch: Batch) -> None:
         try:
             self._add(batch)
+        except NotPlain as error:
+            logger.debug("%s does not see all tokens of all samples.", error)
+            self.units.plain = None
+            self.add(batch)
         except (CannotTellSamplesApart, SamplesInUnequalShares) as error:
             logger.info("Samples cannot be told apart in %s: they are taken one at a time.", error)
             for n in range(len(batch)):
@@ -102,19 +110,23 @@ class HookEngine(_SummingEngine):
         with GradientListener(self.units.find(batch), self.sums.by_id, checked=checked) as listener:
             listener.start(len(batch), *self.padding.find(batch))
             values, counts = self.runner.rows(batch)
+            listener.check_calls()
             if not listener.anchors:
                 raise ValueError(NO_GRADIENT)
-            self.sums.start(len(batch))
+            self.sums.start(len(batch), len(values))
+            seen = [values.detach()]
             for k, row in enumerate(values):
                 keep = k + 1 < len(values)
-                grads = torch.autograd.grad(row.sum(), listener.anchors, retain_graph=keep, allow_unused=True)
-                if not checked and not all_finite(grads):
-                    self._explain(batch)
+                seen += torch.autograd.grad(row.sum(), listener.anchors, retain_graph=keep, allow_unused=True)
                 listener.finish()
+                self.sums.finish()
             self.heard = self.heard or listener.heard
+        if not checked and not all_finite(seen):
+            self._explain(batch, values)
         self.log.add(batch, counts)
 
-    def _explain(self, batch: Batch) -> None:
+    def _explain(self, batch: Batch, values: Tensor) -> None:
+        check_values(values, batch)
         try:
             self._add(batch, checked=True)
         except NotFinite as error:
@@ -138,7 +150,8 @@ class LoopEngine(_SummingEngine):
                 raise ValueError("engine='loop' needs the weights as numbers on a device. Use engine='hooks'.")
             p.requires_grad_()
         values, counts = self.runner.rows(sample)
-        self.sums.start(1)
+        check_values(values, sample)
+        self.sums.start(1, len(values))
         for k, row in enumerate(values):
             grads = torch.autograd.grad(
                 row.sum(), self.parameters, retain_graph=k + 1 < len(values), allow_unused=True
@@ -150,25 +163,36 @@ class LoopEngine(_SummingEngine):
                     self.heard = True
                     self.sums.by_id[id(p)].add(DenseGradients(g[None]), 0, pending)
             pending.flush()
+            self.sums.finish()
         self.log.add(sample, counts)
 
 
 class UnitsOnce:
-    """The modules to listen to, found when they are first needed: on short samples, for it takes a forward pass.
+    """The modules to listen to. If they must be looked for, then on short samples, for it takes forward passes.
 
     Args:
         task: What is measured.
         runner: Runs the model.
         batches: The samples.
+        parameters: The parameters, if the model may be taken for a plain one until it proves not to be.
     """
 
-    def __init__(self, task: FisherTask, runner: Runner, batches: Sequence[Batch]):
+    def __init__(
+        self,
+        task: FisherTask,
+        runner: Runner,
+        batches: Sequence[Batch],
+        parameters: Sequence[nn.Parameter] | None = None,
+    ):
         self.task, self.runner = task, runner
+        self.plain = None if parameters is None else plain_units(task.model, parameters)
         self.shortest = min((b for b in batches if len(b) > 1), key=_size, default=None)
         self._found: dict[int, list[Unit]] = {}
 
     def find(self, batch: Batch) -> list[Unit]:
         """The units for a batch."""
+        if self.plain is not None and tokens_of(batch) not in (0, len(batch)):  # as many could be either
+            return self.plain
         samples = min(len(batch), 2)
         if samples not in self._found:
             example = self.shortest if samples == 2 and self.shortest else batch
@@ -200,13 +224,15 @@ class PaddingLengths:
         """The tokens of each sample with padding, and without it, (N,)."""
         lengths = token_lengths(batch) if self.useful else None
         if lengths is None:
-            return 0, None
-        return batch.inputs["attention_mask"].shape[1], lengths.to(self.device)
+            return tokens_of(batch), None
+        return batch.inputs["attention_mask"].shape[1], lengths.to(self.device, torch.int32)
 
 
 def all_finite(gradients: Iterable[Tensor | None]) -> bool:
-    """Whether no gradient is NaN or infinite."""
-    return all(g is None or bool(torch.isfinite(g).all()) for g in gradients)
+    """Whether no gradient is NaN or infinite. Waits for the device once."""
+    found = [g for g in gradients if g is not None]
+    largest = torch._foreach_norm(found, math.inf) if found else ()
+    return not largest or bool(torch.isfinite(torch.stack([x.to(largest[0]) for x in largest])).all())
 
 
 def not_finite_error(error: NotFinite, batch: Batch) -> ValueError:

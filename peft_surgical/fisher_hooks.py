@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from peft_surgical.fisher_kernel import PendingSquares
 from peft_surgical.fisher_local import LocalCall, local_gradients
+from peft_surgical.fisher_plain import NotPlain, check_plain
 from peft_surgical.fisher_units import CallLayout, Unit, sample_axis, samples_first
 from peft_surgical.sample_gradients import DenseGradients, ProductGradients, SampleGradients, join
 
@@ -83,7 +84,7 @@ class GradientListener:
 
         Args:
             samples: Number of samples in the batch.
-            tokens: Tokens of each sample, padding included.
+            tokens: Tokens of each sample, padding included; 0 if it has none.
             lengths: Tokens of each sample, (N,), if those after them are padding and so have no gradient. Where a
                 module sees `tokens` tokens, they are skipped.
         """
@@ -95,6 +96,16 @@ class GradientListener:
         self._units: dict[int, Unit] = {}
         self._waiting: dict[int, list[SampleGradients]] = {}
         self.heard = False
+
+    def check_calls(self) -> None:
+        """Check after a forward pass that each plain unit has been called.
+
+        Raises:
+            NotPlain: One has not: something else reads its parameters, or nothing does.
+        """
+        for unit in self.units:
+            if unit.plain and id(unit.module) not in self._calls:
+                raise NotPlain(unit.name)
 
     def finish(self) -> None:
         """Finish a backward pass."""
@@ -122,9 +133,12 @@ class GradientListener:
         return self._record(unit, layout, args, kwargs, output)
 
     def _listen(self, unit: Unit, layout: CallLayout | None, args: tuple, kwargs: dict, output: Tensor) -> Any:
-        x = tree_flatten((args, kwargs))[0][0].detach()
-        if layout is not None:
+        x = args[0] if args else tree_flatten(kwargs)[0][0]
+        if unit.plain:
+            check_plain(unit, (self.samples, self.tokens), x, output)
+        elif layout is not None:
             self._check_size(unit, x, layout.inputs[0])
+        x = x.detach()
         for parameter in unit.parameters.values():
             self._uses[id(parameter)] = self._uses.get(id(parameter), 0) + 1
         out = self._with_gradient(output)
@@ -180,8 +194,10 @@ class GradientListener:
                     f"The input of {unit.name} was written to in place after it was used, so that the gradient of its "
                     "weight cannot be found. Use engine='loop'."
                 )
-            x = samples_first(use.x, layout.inputs[0] if layout else None, self.samples)
-            g = samples_first(gradient, layout.outputs[0] if layout else None, self.samples)
+            x, g = use.x, gradient
+            if not unit.plain:
+                x = samples_first(x, layout.inputs[0] if layout else None, self.samples)
+                g = samples_first(g, layout.outputs[0] if layout else None, self.samples)
             if self.checked:
                 self._check_finite(unit, g)
             self._paused = True  # a rule may call the module

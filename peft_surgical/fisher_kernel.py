@@ -272,11 +272,11 @@ def _add_by_chunk(out: Tensor, grad_outputs: Tensor, inputs: Tensor) -> None:
     """A few samples at a time: their gradients by one `bmm`, their sum of squares in one pass over those."""
     chunk = max(1, _CHUNK_ELEMENTS // out.numel())
     for g, a in zip(grad_outputs.split(chunk), inputs.split(chunk), strict=True):
-        norm = torch.linalg.vector_norm(_bmm(g.transpose(1, 2), a, out.dtype), dim=0)
+        norm = torch.linalg.vector_norm(multiply(g.transpose(1, 2), a, out.dtype), dim=0)
         out.addcmul_(norm, norm)
 
 
-def _bmm(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+def multiply(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
     """A batched product in `dtype`, which may be wider than the operands."""
     if left.dtype == dtype:
         return torch.bmm(left, right)

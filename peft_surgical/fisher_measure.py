@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,8 @@ from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import Tensor, nn
 
 from peft_surgical.batches import LABELS, Batch, forward_names
-from peft_surgical.fisher_sums import DiagonalSum, Generators, NormSum, TensorFisher
+from peft_surgical.fisher_entries import EntryKeeper, Generators
+from peft_surgical.fisher_sums import DiagonalSum, NormSum, TensorFisher, reduce_diagonals
 from peft_surgical.layers import Layer
 from peft_surgical.log_likelihood import Objective, Rows
 from peft_surgical.processes import gather
@@ -70,11 +72,11 @@ class SampleLog:
     def add(self, batch: Batch, counts: Tensor) -> None:
         """Note a batch."""
         self.index += batch.index
-        self.counts.append(counts.double().cpu())
+        self.counts.append(counts.double())
 
     def gathered(self) -> tuple[list[int], Tensor]:
         """Index and counts, (N,), of the samples of all processes."""
-        mine = torch.cat(self.counts) if self.counts else torch.zeros(0, dtype=torch.float64)
+        mine = torch.cat([c.cpu() for c in self.counts]) if self.counts else torch.zeros(0, dtype=torch.float64)
         parts = gather((self.index, mine))
         return [i for index, _ in parts for i in index], torch.cat([counts for _, counts in parts])
 
@@ -90,19 +92,28 @@ class FisherSums:
 
     def __init__(self, task: FisherTask, parameters: Sequence[dict[str, nn.Parameter]], generators: Generators):
         self.parameters = parameters
-        new: Callable[[], DiagonalSum | NormSum] = NormSum
-        if task.diagonal:
-            new = lambda: DiagonalSum(generators if task.shares else None)  # noqa: E731
+        self._keeper = EntryKeeper(generators) if task.diagonal and task.shares else None
+        new: Callable[[], DiagonalSum | NormSum] = partial(DiagonalSum, self._keeper) if task.diagonal else NormSum
         self.by_id = {id(p): new() for group in parameters for p in group.values()}
 
-    def start(self, samples: int) -> None:
-        """Get ready for a batch."""
+    def start(self, samples: int, passes: int) -> None:
+        """Get ready for a batch, and so many backward passes."""
         for total in self.by_id.values():
-            total.start(samples)
+            total.start(samples, passes)
 
-    def results(self, number: int, count: float) -> dict[str, TensorFisher]:
-        """The means of layer `number` among these, over all processes."""
-        return {name: self.by_id[id(p)].result(p, count) for name, p in self.parameters[number].items()}
+    def finish(self) -> None:
+        """Finish a backward pass."""
+        if self._keeper is not None:
+            self._keeper.flush()
+
+    def results(self, count: float) -> list[dict[str, TensorFisher]]:
+        """The means over all processes, for each layer."""
+        pairs = [(p, self.by_id[id(p)]) for group in self.parameters for p in group.values()]
+        diagonals = [(p, total) for p, total in pairs if isinstance(total, DiagonalSum)]
+        means = reduce_diagonals(diagonals, count) if diagonals else []
+        means += [total.result(p, count) for p, total in pairs if isinstance(total, NormSum)]
+        found = iter(means)
+        return [{name: next(found) for name in group} for group in self.parameters]
 
 
 class Runner:
@@ -125,19 +136,28 @@ class Runner:
         """What is to be differentiated.
 
         Raises:
-            ValueError: A value is not finite.
+            ValueError: Nothing of it depends on the layers.
         """
-        rows = self.objective(self.forward(batch), batch.to(self.device))
-        bad = ~torch.isfinite(rows.values.detach()).all(0)
-        if bad.any():
-            sample = batch.index[int(bad.nonzero()[0])]
-            raise ValueError(
-                f"The log-likelihood of sample {sample} of the draw is not finite. Look at its inputs and labels, or "
-                "measure in float32."
-            )
+        batch = batch.to(self.device)
+        rows = self.objective(self.forward(batch), batch)
         if not rows.values.requires_grad:
             raise ValueError(NO_GRADIENT)
         return rows
+
+
+def check_values(values: Tensor, batch: Batch) -> None:
+    """Check what is differentiated.
+
+    Raises:
+        ValueError: A value is not finite.
+    """
+    bad = ~torch.isfinite(values.detach()).all(0)
+    if bad.any():
+        sample = batch.index[int(bad.nonzero()[0])]
+        raise ValueError(
+            f"The log-likelihood of sample {sample} of the draw is not finite. Look at its inputs and labels, or "
+            "measure in float32."
+        )
 
 
 def model_inputs(model: nn.Module, batch: Batch, names: set[str] | None) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from torch.func import functional_call
 from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
+from peft_surgical.fisher_kernel import sum_normalized
 from peft_surgical.sample_gradients import DenseGradients, ProductGradients, RowGradients, SampleGradients
 
 
@@ -81,12 +82,10 @@ def transposed_linear(module: nn.Module, inputs: Tensor, grad_output: Tensor) ->
 def layer_norm(module: nn.Module, inputs: Tensor, grad_output: Tensor) -> Mapping[str, SampleGradients]:
     """y = w * normal(x) + b"""
     assert isinstance(module, nn.LayerNorm)
-    normal = F.layer_norm(inputs, module.normalized_shape, eps=module.eps)
     dims = len(module.normalized_shape)
-    return {
-        "weight": _sum_over_tokens(grad_output * normal, dims),
-        "bias": _sum_over_tokens(grad_output, dims),
-    }
+    g, x = (t.flatten(-dims).flatten(1, -2) for t in (grad_output, inputs))
+    sums = sum_normalized(g, x, module.eps).unflatten(-1, module.normalized_shape)
+    return {"weight": DenseGradients(sums[:, 0]), "bias": DenseGradients(sums[:, 1])}
 
 
 @register_rule(nn.Embedding)

@@ -1,30 +1,22 @@
 """Sums over samples of a parameter's squared gradients, and what each sample contributes to the result.
 
-`DiagonalSum` keeps the diagonal of the Fisher matrix, entry by entry, for its norm. `NormSum` keeps only its trace,
-for which the squared norm of each sample's gradient is enough.
-
-To tell how sure a score is, samples are drawn anew many times (`uncertainty.py`), which needs the contribution of each
-sample. The trace is a sum over samples. The norm of F = mean_n d_n is one too: |F| = mean_n <F, d_n> / |F|, and to
-first order the norm of a re-weighted mean is the re-weighted mean of these terms. But F is known only at the end, and
-the d_n are never kept. So about a thousand entries of each d_n are, drawn so that the large ones are likely among
-them, and <F, d_n> is estimated from those.
+`DiagonalSum` keeps the diagonal of the Fisher matrix, entry by entry, for its norm. What a sample contributes to the
+norm is estimated from some entries (`fisher_entries.py`). `NormSum` keeps only the trace, for which the squared norm
+of each sample's gradient is enough.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from math import prod
 
 import torch
 from torch import Tensor, nn
 
+from peft_surgical.fisher_entries import ENTRIES, EntryKeeper, KeptEntries
 from peft_surgical.fisher_kernel import PendingSquares
 from peft_surgical.processes import add_up, gather
-from peft_surgical.sample_gradients import Entries, SampleGradients
-
-
-ENTRIES = 1024
-"""Entries of a parameter that are kept of each sample. Parameters that have no more are kept whole."""
+from peft_surgical.sample_gradients import SampleGradients
 
 
 @dataclass(frozen=True)
@@ -45,78 +37,34 @@ class TensorFisher:
     shares: Tensor
 
 
-class Generators:
-    """A random number generator for each device.
-
-    Args:
-        seed: Seed of all of them.
-    """
-
-    def __init__(self, seed: int):
-        self.seed = seed
-        self._made: dict[torch.device, torch.Generator] = {}
-
-    def on(self, device: torch.device) -> torch.Generator:
-        """That of a device."""
-        if device not in self._made:
-            self._made[device] = torch.Generator(device).manual_seed(self.seed)
-        return self._made[device]
-
-
 class DiagonalSum:
     """Sum over samples of the squared gradients of one parameter, entry by entry.
 
     Args:
-        generators: They draw the entries that are kept of each sample; None keeps none.
+        keeper: Keeps some entries of each sample's; None keeps none.
     """
 
-    def __init__(self, generators: Generators | None = None):
-        self.generators = generators
+    def __init__(self, keeper: EntryKeeper | None = None):
+        self.keeper = keeper
         self.sum: Tensor | None = None
-        self._kept: list[tuple[int, Entries, Tensor]] = []
-        self._open = False
-        self._seen = 0
-        self.samples = 0
+        self._kept = KeptEntries()
+        self._seen = self._first = 0
+        self._count = ENTRIES
 
-    def start(self, samples: int) -> None:
-        """Get ready for a batch."""
-        self.samples, self._open = samples, False
-        self._seen += samples
+    def start(self, samples: int, passes: int = 1) -> None:
+        """Get ready for a batch, and so many backward passes."""
+        self._first, self._seen = self._seen, self._seen + samples
+        self._count = ENTRIES // passes
 
     def add(self, gradients: SampleGradients, first: int, pending: PendingSquares) -> None:
         """Add the squared gradients of the samples of this batch from number `first` on."""
         if self.sum is None:
             self.sum = gradients.zeros()
         gradients.add_squares(self.sum, pending)
-        if self.generators is not None:
-            self._keep(gradients, first, self.generators.on(gradients.device))
+        if self.keeper is not None:
+            self.keeper.keep(self._kept, self._first + first, gradients, max(1, self._count))
 
-    def _keep(self, gradients: SampleGradients, first: int, generator: torch.Generator) -> None:
-        if not self._open:
-            entries = gradients.draw(ENTRIES, generator)
-            dtype = torch.promote_types(gradients.example.dtype, torch.float32)
-            empty = torch.zeros(self.samples, len(entries.index), dtype=dtype, device=gradients.device)
-            self._kept.append((self._seen - self.samples, entries, empty))
-            self._open = True
-        _, entries, squares = self._kept[-1]
-        squares[first : first + gradients.samples] += gradients.at(entries).square()
-
-    def result(self, parameter: nn.Parameter, count: float) -> TensorFisher:
-        """The mean over the samples of all processes.
-
-        Args:
-            parameter: The parameter.
-            count: What the sum is divided by.
-        """
-        total = self._total(parameter)
-        if total is None:
-            return TensorFisher(parameter.numel(), 0.0, 0.0, self._gathered_shares(None, 0.0, count))
-        diagonal = total.flatten() / count
-        norm = float(torch.linalg.vector_norm(diagonal, dtype=torch.float64))
-        trace = float(diagonal.sum(dtype=torch.float64))
-        return TensorFisher(diagonal.numel(), norm, trace, self._gathered_shares(diagonal, norm, count))
-
-    def _total(self, parameter: nn.Parameter) -> Tensor | None:
+    def total(self, parameter: nn.Parameter) -> Tensor | None:
         """The sum over processes; None if none has got a gradient. It is written to the sum of this process."""
         mine = None if self.sum is None else (tuple(self.sum.shape), self.sum.dtype)
         known = next((other for other in gather(mine) if other is not None), None)
@@ -128,22 +76,45 @@ class DiagonalSum:
             self.sum = torch.zeros(shape, dtype=dtype, device=device)
         return add_up(self.sum)
 
-    def _gathered_shares(self, diagonal: Tensor | None, norm: float, count: float) -> Tensor:
-        shares = torch.cat([s.cpu() for s in gather(self._shares(diagonal))])
-        total = float(shares.sum())
-        # the exact norm is known, so that an error in the level of the estimates need not stay
-        return shares * (norm * count / total) if total > 0 else shares
-
-    def _shares(self, diagonal: Tensor | None) -> Tensor:
-        """Estimates of <F, d_n> for the samples of this process."""
-        if self.generators is None:
+    def shares(self, total: Tensor | None, norm: float) -> Tensor:
+        """Estimates of what each sample of this process contributes to the norm of the total, up to a factor."""
+        if self.keeper is None:
             return torch.zeros(0, dtype=torch.float64)
-        shares = torch.zeros(self._seen, dtype=torch.float64)
-        for first, entries, squares in self._kept:
-            assert diagonal is not None
-            weight = entries.weight * diagonal[entries.index].double()
-            shares[first : first + len(squares)] = (squares.double() @ weight).cpu()
-        return shares
+        return self._kept.products(None if total is None else total.flatten(), 1 / norm if norm else 0.0, self._seen)
+
+
+def reduce_diagonals(pairs: Sequence[tuple[nn.Parameter, DiagonalSum]], count: float) -> list[TensorFisher]:
+    """The means over the samples of all processes.
+
+    Args:
+        pairs: Parameters and their sums.
+        count: What the sums are divided by.
+    """
+    totals = [s.total(p) for p, s in pairs]
+    norms, traces = _norms(totals, 2), _norms(totals, 1)  # nothing is negative
+    mine = _together([s.shares(t, norm) for (_, s), t, norm in zip(pairs, totals, norms.tolist(), strict=True)])
+    shares = torch.cat(gather(mine), 1)
+    # the exact norms are known, so that an error in the level of the estimates need not stay
+    level = shares.sum(1)
+    shares *= torch.where(level > 0, norms / level, 1.0)[:, None]
+    sizes = [(p if total is None else total).numel() for (p, _), total in zip(pairs, totals, strict=True)]
+    numbers = zip(sizes, (norms / count).tolist(), (traces / count).tolist(), shares, strict=True)
+    return [TensorFisher(*row) for row in numbers]
+
+
+def _norms(tensors: Sequence[Tensor | None], order: int) -> Tensor:
+    """The norm of each tensor, float64 on the CPU; 0 for None."""
+    out, some = torch.zeros(len(tensors), dtype=torch.float64), [t for t in tensors if t is not None]
+    if some:
+        found = torch._foreach_norm(some, order, dtype=torch.float64)
+        out[[t is not None for t in tensors]] = _together(found)
+    return out
+
+
+def _together(tensors: Sequence[Tensor]) -> Tensor:
+    """Tensors of one shape, stacked, on the CPU: one copy instead of many."""
+    device = next((t.device for t in tensors if t.device.type != "cpu"), torch.device("cpu"))
+    return torch.stack([t.to(device) for t in tensors]).cpu() if tensors else torch.zeros(0)
 
 
 class NormSum:
@@ -153,18 +124,23 @@ class NormSum:
         self._norms: list[Tensor] = []
         self._size: int | None = None
 
-    def start(self, samples: int) -> None:
-        """Get ready for a batch."""
+    def start(self, samples: int, passes: int = 1) -> None:
+        """Get ready for a batch, and so many backward passes."""
         self._norms.append(torch.zeros(samples, dtype=torch.float64))
 
     def add(self, gradients: SampleGradients, first: int, pending: PendingSquares) -> None:
         """Add the squared norms of the samples of this batch from number `first` on."""
-        self._size = prod(gradients.shape)
+        self._size = gradients.size
         norms = self._norms[-1] = self._norms[-1].to(gradients.device)
         norms[first : first + gradients.samples] += gradients.squared_norms().double()
 
     def result(self, parameter: nn.Parameter, count: float) -> TensorFisher:
-        """The mean over the samples of all processes; arguments as for `DiagonalSum.result`."""
+        """The mean over the samples of all processes.
+
+        Args:
+            parameter: The parameter.
+            count: What the sum is divided by.
+        """
         mine = torch.cat([n.cpu() for n in self._norms]) if self._norms else torch.zeros(0, dtype=torch.float64)
         parts = gather((mine, self._size))
         shares = torch.cat([norms for norms, _ in parts])

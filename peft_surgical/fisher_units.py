@@ -58,6 +58,7 @@ class Unit:
         parameters: The parameters that it answers for, by their name in the module.
         rule: How; None if it has to be computed again for each sample.
         layouts: One for each call in a forward pass. Empty where every batch is a single sample.
+        plain: Whether the layouts are assumed; see `fisher_plain.py`.
     """
 
     name: str
@@ -65,6 +66,7 @@ class Unit:
     parameters: dict[str, nn.Parameter]
     rule: Rule | None
     layouts: list[CallLayout]
+    plain: bool = False
 
 
 def find_units(
@@ -260,16 +262,23 @@ def _count_once(units: Mapping[nn.Module, Unit]) -> None:
 
 def _is_sound(module: nn.Module, rule: Rule, call: _Call, layout: CallLayout | None) -> bool:
     """Whether a rule that was made for a parent class holds for a class that computes its output in its own way."""
-    cls: Any = type(module)
-    base = next((c for c in cls.__mro__ if RULES.get(c) is rule), cls)
-    if cls.forward is base.forward or any(not p.is_floating_point() or p.is_meta for p in module.parameters()):
-        return True  # the weight of a quantised module is what its output is linear in
+    cls = type(module)
+    if is_inherited(module, rule):
+        return True
     if cls not in _sound:
         _sound[cls] = _agrees_with_autograd(module, rule, call, layout)
     return _sound[cls]
 
 
 _sound: dict[type[nn.Module], bool] = {}
+
+
+def is_inherited(module: nn.Module, rule: Rule) -> bool:
+    """Whether a module computes its output as the class does that its rule was made for."""
+    cls: Any = type(module)
+    base = next((c for c in cls.__mro__ if RULES.get(c) is rule), cls)
+    # the weight of a quantised module is what its output is linear in
+    return cls.forward is base.forward or any(not p.is_floating_point() or p.is_meta for p in module.parameters())
 
 
 def _agrees_with_autograd(module: nn.Module, rule: Rule, call: _Call, layout: CallLayout | None) -> bool:

@@ -24,10 +24,11 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from peft_surgical.batches import Batch
 from peft_surgical.fisher_engines import Engine, PaddingLengths, UnitsOnce, all_finite, not_finite_error
+from peft_surgical.fisher_entries import Generators
 from peft_surgical.fisher_hooks import GradientListener, NotFinite
 from peft_surgical.fisher_local import float_tensors
-from peft_surgical.fisher_measure import FisherSums, FisherTask, Progress, layer_parameters
-from peft_surgical.fisher_sums import Generators, TensorFisher
+from peft_surgical.fisher_measure import FisherSums, FisherTask, Progress, check_values, layer_parameters
+from peft_surgical.fisher_sums import TensorFisher
 from peft_surgical.fisher_units import CannotTellSamplesApart, Unit
 from peft_surgical.processes import raise_everywhere
 
@@ -103,7 +104,7 @@ class LayerMajorEngine(Engine):
             except Exception as caught:  # noqa: BLE001  the other processes must hear of it
                 error = caught
             raise_everywhere(error)
-            found[number] = sums.results(0, count)
+            (found[number],) = sums.results(count)
         return [found[number] for number in range(len(self.task.layers))]
 
     def _parts(self, batch: Batch) -> list[Batch]:
@@ -128,6 +129,7 @@ class LayerMajorEngine(Engine):
             for handle in handles:
                 handle.remove()
             torch.set_grad_enabled(True)
+        check_values(values, batch)
         self.log.add(batch, counts)
         for row in values:
             grads = torch.autograd.grad(row.sum(), list(kept.outputs.values()), retain_graph=True, allow_unused=True)
@@ -195,7 +197,7 @@ class LayerMajorEngine(Engine):
         with GradientListener(units, sums.by_id) as listener:
             listener.start(samples, *self.padding.find(kept.batch))
             outputs = dict(zip(call.outputs, float_tensors(module(*args, **kwargs)), strict=True))
-            sums.start(samples)
+            sums.start(samples, len(kept.gradients))
             for k, gradients in enumerate(kept.gradients):
                 arrived = {n: gradients.pop(n) for n in outputs if n in gradients}
                 arrived = {n: g for n, g in arrived.items() if outputs[n].requires_grad}
@@ -211,6 +213,7 @@ class LayerMajorEngine(Engine):
                 if not all_finite(grads):
                     raise NotFinite(_first_bad(grads, samples), self.task.layers[number].path)
                 listener.finish()
+                sums.finish()
                 for source, g in zip(call.sources.values(), grads, strict=False):
                     _pass_on(kept, gradients, source, g)
 

@@ -9,31 +9,17 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
 from math import prod
 
 import torch
 from torch import Tensor
 
+from peft_surgical.entry_draws import Entries, column_norms, draw_blocks, draw_positions
 from peft_surgical.fisher_kernel import PendingSquares
 
 
 _CHUNK_ELEMENTS = 2**22
 """Entries of written-out gradients that exist at a time."""
-
-
-@dataclass(frozen=True)
-class Entries:
-    """Some entries of a parameter, drawn with replacement.
-
-    Args:
-        index: Their positions in the flattened parameter, (M,).
-        weight: One over the expected number of times each is drawn, (M,): `(weight * x[index]).sum()` estimates the
-            sum of x without bias.
-    """
-
-    index: Tensor
-    weight: Tensor
 
 
 class SampleGradients(ABC):
@@ -57,6 +43,11 @@ class SampleGradients(ABC):
         """Where they are."""
         return self.example.device
 
+    @property
+    def size(self) -> int:
+        """The number of the parameter's entries."""
+        return prod(self.shape)
+
     def zeros(self) -> Tensor:
         """What squares can be added to: the parameter's shape as a matrix, of at least float32."""
         dtype = torch.promote_types(self.example.dtype, torch.float32)
@@ -69,7 +60,7 @@ class SampleGradients(ABC):
 
     @abstractmethod
     def draw(self, count: int, generator: torch.Generator) -> Entries:
-        """Draw entries, large gradients more often than small ones. All of them if the parameter has no more."""
+        """Draw entries, large gradients more often than small ones."""
 
     @abstractmethod
     def at(self, entries: Entries) -> Tensor:
@@ -108,11 +99,10 @@ class DenseGradients(SampleGradients):
         pending.add_gradients(out, self.gradients.reshape(self.samples, *out.shape))
 
     def draw(self, count: int, generator: torch.Generator) -> Entries:
-        size = prod(self.shape)
-        if size <= count:
-            return _all_entries(size, self.gradients.device)
-        index, weight = _draw(_wide(self.gradients).flatten(1).square().sum(0), count, generator)
-        return Entries(index, weight)
+        index, weight = draw_positions(
+            column_norms([self.gradients.flatten(1)[:, None]]), [self.size], count, generator
+        )
+        return Entries(index[0], weight[0])
 
     def at(self, entries: Entries) -> Tensor:
         return self.gradients.flatten(1)[:, entries.index]
@@ -153,14 +143,8 @@ class ProductGradients(SampleGradients):
         return (left @ left.transpose(1, 2)).mul_(right @ right.transpose(1, 2)).sum((1, 2))
 
     def draw(self, count: int, generator: torch.Generator) -> Entries:
-        rows, columns = self.left.shape[2], self.right.shape[2]
-        if rows * columns <= count:
-            return _all_entries(rows * columns, self.left.device)
-        side = max(1, int(count**0.5))
-        row, row_weight = _draw(_wide(self.left).square().sum((0, 1)), side, generator)
-        column, column_weight = _draw(_wide(self.right).square().sum((0, 1)), side, generator)
-        index = row[:, None] * columns + column
-        return Entries(index.flatten(), (row_weight[:, None] * column_weight).flatten())
+        ((entries, _),) = draw_blocks([(self.left, self.right)], count, generator)
+        return entries
 
     def at(self, entries: Entries) -> Tensor:
         columns = self.right.shape[2]
@@ -201,16 +185,13 @@ class RowGradients(SampleGradients):
         return sums.new_zeros(self.samples).index_add_(0, rows // self.shape[0], sums.square().sum(1))
 
     def draw(self, count: int, generator: torch.Generator) -> Entries:
-        if prod(self.shape) <= count:
-            return _all_entries(prod(self.shape), self.gradients.device)
-        side = max(1, int(count**0.5))
-        height, width = self.shape
+        side, (height, width) = max(1, int(count**0.5)), self.shape
         gradients = _wide(self.gradients).flatten(0, 1)
         energy = gradients.new_zeros(height).index_add_(0, self.rows.flatten(), gradients.square().sum(1))
-        row, row_weight = _draw(energy, side, generator)
-        column, column_weight = _draw(gradients.square().sum(0), side, generator)
-        index = row[:, None] * width + column
-        return Entries(index.flatten(), (row_weight[:, None] * column_weight).flatten())
+        row, row_weight = draw_positions(energy.sqrt()[None], [height], side, generator)
+        column, column_weight = draw_positions(column_norms([self.gradients]), [width], side, generator)
+        index = row[0, :, None] * width + column[0]
+        return Entries(index.flatten(), (row_weight[0, :, None] * column_weight[0]).flatten())
 
     def at(self, entries: Entries) -> Tensor:
         row, column = entries.index // self.shape[1], entries.index % self.shape[1]
@@ -261,20 +242,6 @@ def join(terms: Sequence[SampleGradients]) -> SampleGradients:
     if all(isinstance(term, DenseGradients) for term in terms):
         return DenseGradients(torch.stack([term.gradients for term in terms]).sum(0))  # type: ignore[attr-defined]
     return SummedGradients(terms)
-
-
-def _all_entries(size: int, device: torch.device) -> Entries:
-    return Entries(torch.arange(size, device=device), torch.ones(size, device=device, dtype=torch.float64))
-
-
-def _draw(energy: Tensor, count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Positions drawn in proportion to the squared energy, mixed with a tenth of uniform, and their weights."""
-    energy = energy.double().nan_to_num()
-    share = (energy / energy.max().clamp_min(1e-300)).square()
-    uniform = torch.full_like(share, 1 / len(share))
-    share = 0.9 * share / share.sum() + 0.1 * uniform if share.sum() > 0 else uniform
-    index = torch.multinomial(share, count, replacement=True, generator=generator)
-    return index, 1 / (count * share[index])
 
 
 def _wide(x: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from peft_surgical.batches import Batch
 from peft_surgical.fisher import FisherMeasurement, layer_fisher
-from peft_surgical.fisher_measure import FisherTask, Progress, Runner, layer_parameters
+from peft_surgical.fisher_measure import FisherTask, Progress, Runner, check_values, layer_parameters
 from peft_surgical.fisher_sums import TensorFisher
 from peft_surgical.layers import Layer
 from peft_surgical.log_likelihood import Objective
@@ -297,6 +297,7 @@ def _mean_gradient_norms(request: ScoreRequest) -> list[tuple[float, float]]:
             p.requires_grad_()
         for batch in request.batches:
             values, counts = runner.rows(batch)
+            check_values(values, batch)
             grads = torch.autograd.grad(values.sum(), parameters, allow_unused=True)
             for t, g in zip(total, grads, strict=True):
                 if g is not None:
