@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
-from peft_surgical.layers import find_stacks
+from peft_surgical.layers import Layer, find_stacks
+from peft_surgical.tuned_module import TunedModule
+from peft_surgical.units import owners
 
 
 @dataclass(frozen=True)
@@ -17,7 +20,9 @@ class ReportRow:
     Args:
         stack: Name of the stack, or the name of the module outside the stacks.
         index: The layer's index; None outside the stacks.
-        tensors: Names of the trained tensors inside the layer (or module), as in the base model.
+        tensors: Names of the trained tensors inside the layer (or module), as in the base model; those of LoRA end in
+            `lora_A.weight` and the like.
+        frozen: Names of the layer's other tensors: those that are neither trained nor adapted by LoRA.
         parameters: How many numbers are trained.
         bytes: What they take in memory, in bytes.
     """
@@ -25,6 +30,7 @@ class ReportRow:
     stack: str
     index: int | None
     tensors: tuple[str, ...]
+    frozen: tuple[str, ...]
     parameters: int
     bytes: int
 
@@ -84,12 +90,15 @@ def tuning_report(model: nn.Module) -> TuningReport:
         One row per layer with trained parameters, then one per module outside the layers.
     """
     stacks = find_stacks(model)
+    layers: dict[tuple[str, int | None], Layer] = {
+        (layer.stack, layer.index): layer for stack in stacks.values() for layer in stack.layers
+    }
     places = {f"{layer.path}.": (stack.name, layer.index) for stack in stacks.values() for layer in stack.layers}
     containers = {
-        name
+        name: isinstance(module, TunedModule)
         for module in model.modules()
         if isinstance(module, BaseTunerLayer)
-        for name in (*module.adapter_layer_names, *module.other_param_names)
+        for name in module.adapter_layer_names
     }
     found: dict[tuple[str, int | None], list[tuple[str, nn.Parameter]]] = {}
     for name, parameter in model.named_parameters():
@@ -105,6 +114,7 @@ def tuning_report(model: nn.Module) -> TuningReport:
             stack,
             index,
             tuple(dict.fromkeys(name for name, _ in found[stack, index])),
+            _frozen(layers.get((stack, index)), [name for name, _ in found[stack, index]]),
             sum(p.numel() for _, p in found[stack, index]),
             sum(p.numel() * p.element_size() for _, p in found[stack, index]),
         )
@@ -113,16 +123,28 @@ def tuning_report(model: nn.Module) -> TuningReport:
     return TuningReport(rows, {name: len(stack) for name, stack in stacks.items()})
 
 
-def _readable(name: str, containers: set[str]) -> str:
-    """A parameter's name without the containers of adapters and the adapter's name that follows them."""
+def _frozen(layer: Layer | None, trained: Sequence[str]) -> tuple[str, ...]:
+    """The names of a layer's tensors that are neither trained nor adapted by LoRA."""
+    if layer is None:
+        return ()
+    adapted = {name.partition(".lora_")[0] + ".weight" for name in trained if ".lora_" in name}
+    names = [f"{owner.path}.{name}" for owner in owners(layer.path, layer.module) for name in owner.names]
+    inside = (name[len(layer.path) + 1 :] for name in names)
+    return tuple(name for name in inside if name not in adapted and name not in trained)
+
+
+def _readable(name: str, containers: Mapping[str, bool]) -> str:
+    """A parameter's name without what adapters put in it; `containers` tells which of theirs hold copies."""
     parts = name.replace("|", ".").split(".")
     kept = []
     skip_next = False
     for part in parts:
         if skip_next:
             skip_next = False
-        elif part == "modules_to_save" or (part in containers and part.startswith("surgical")):
+        elif part in containers or part == "modules_to_save":
             skip_next = True  # the adapter's name
+            if not containers.get(part, True):
+                kept.append(part)
         elif part not in ("base_layer", "own_tensors"):
             kept.append(part)
     return ".".join(kept)
