@@ -10,7 +10,6 @@ from typing import Any
 
 import datasets
 import transformers
-from accelerate import PartialState
 from rich.console import Console
 from rich.logging import RichHandler
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -19,6 +18,7 @@ from transformers import TrainerCallback
 from transformers.trainer_utils import IntervalStrategy
 
 from peft_surgical.ranking import LayerRanking
+from peft_surgical.training.processes import this_process
 
 
 def make_console(*, quiet: bool = False) -> Console:
@@ -27,7 +27,7 @@ def make_console(*, quiet: bool = False) -> Console:
     Args:
         quiet: Be silent here too.
     """
-    silent = quiet or not PartialState().is_main_process
+    silent = quiet or not this_process().is_main_process
     return Console(quiet=silent, highlight=False)
 
 

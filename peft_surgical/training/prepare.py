@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
 from datasets import Dataset
 from torch import nn
@@ -15,6 +14,7 @@ from peft_surgical.ranking import LayerRanking, rank_layers
 from peft_surgical.training.held_out import Parts, divide
 from peft_surgical.training.job import TrainingJob
 from peft_surgical.training.loading import load_classifier, load_tokenizer
+from peft_surgical.training.processes import this_process
 from peft_surgical.training.splits import read_splits
 from peft_surgical.training.tasks import Task, encode, make_task
 
@@ -54,12 +54,12 @@ def prepare(job: TrainingJob) -> Prepared:
     Raises:
         ValueError: The data or the model cannot be read or do not fit together.
     """
-    with PartialState().main_process_first():
+    with this_process().main_process_first():
         task, parts = read_task(job)
     tokenizer = load_tokenizer(job.model)
     model, head = load_classifier(job.model, task.labels, tokenizer, seed=job.seed, dtype=job.dtype)
     train = encode(parts.train, tokenizer, max_length(job, tokenizer, model))
-    model.to(PartialState().device)
+    model.to(this_process().device)
     return Prepared(task, parts, train, tokenizer, model, head, DataCollatorWithPadding(tokenizer))
 
 
@@ -84,8 +84,8 @@ def read_task(job: TrainingJob) -> tuple[Task, Parts]:
 
 def max_length(job: TrainingJob, tokenizer: Any, model: nn.Module) -> int:
     """The most tokens that a row may have: what the job says, but no more than the model has positions for."""
-    positions = getattr(model.config, "max_position_embeddings", None) or job.max_length
-    return min(job.max_length, tokenizer.model_max_length, positions)
+    positions = getattr(model.config, "max_position_embeddings", None) or 0
+    return min(job.max_length, tokenizer.model_max_length, positions if positions > 0 else job.max_length)
 
 
 def rank(prepared: Prepared, job: TrainingJob, *, progress: bool = True) -> LayerRanking:
@@ -99,7 +99,7 @@ def rank(prepared: Prepared, job: TrainingJob, *, progress: bool = True) -> Laye
     Returns:
         The ranking. All processes of a run with several get that of the first.
     """
-    state = PartialState()
+    state = this_process()
     ranking = rank_layers(
         prepared.model,
         prepared.train,

@@ -9,7 +9,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from accelerate import PartialState
 from datasets import Dataset
 from torch import nn
 from transformers import TrainerCallback
@@ -30,6 +29,7 @@ from peft_surgical.training.methods import METHODS
 from peft_surgical.training.metrics import METRICS
 from peft_surgical.training.model_card import write_model_card
 from peft_surgical.training.prepare import max_length, prepare, rank
+from peft_surgical.training.processes import this_process
 from peft_surgical.training.tasks import encode
 from peft_surgical.training.trainer import make_trainer, training_arguments
 
@@ -70,9 +70,9 @@ class TrainingRun:
         self.total_parameters = sum(p.numel() for p in self.prepared.model.parameters())
         self.ranking: LayerRanking | None = None
         self.seconds: dict[str, float] = {}
-        if PartialState().is_main_process:
+        if this_process().is_main_process:
             open_folder(job, overwrite=overwrite)
-        PartialState().wait_for_everyone()
+        this_process().wait_for_everyone()
 
     def rank(self, *, progress: bool = True) -> LayerRanking | None:
         """Rank the layers, read the ranking the job names, or none where the method needs none.
@@ -92,8 +92,8 @@ class TrainingRun:
         else:
             self.ranking = rank(self.prepared, self.job, progress=progress)
             self.seconds["rank"] = time.perf_counter() - started
-        PartialState().wait_for_everyone()  # none may find the file before it is written by the first
-        if PartialState().is_main_process:
+        this_process().wait_for_everyone()  # none may find the file before it is written by the first
+        if this_process().is_main_process:
             self.ranking.save(str(file))
         return self.ranking
 
@@ -135,7 +135,7 @@ class TrainingRun:
             write_json(self.folder / METRICS_FILE, results)
             if not self.job.keep_checkpoints:
                 shutil.rmtree(self.folder / CHECKPOINTS, ignore_errors=True)
-        PartialState().wait_for_everyone()
+        this_process().wait_for_everyone()
         return results
 
     def _encode(self, rows: Dataset | None) -> Dataset | None:

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import PartialState
 from torch import nn
 from transformers import PrinterCallback, Trainer, TrainingArguments
 
 from peft_surgical.training.folder import CHECKPOINTS
 from peft_surgical.training.job import TrainingJob
 from peft_surgical.training.metrics import compute_metrics
+from peft_surgical.training.processes import runs_on_cpu, this_process
 
 
 def make_trainer(model: nn.Module, arguments: TrainingArguments, collator: Any, **options: Any) -> Trainer:
@@ -94,12 +94,13 @@ def shared_arguments(job: TrainingJob) -> dict[str, Any]:
         "fp16": job.fp16,
         "report_to": [job.report_to] if job.report_to else [],
         "label_names": ["labels"],
+        "use_cpu": runs_on_cpu(),
         "disable_tqdm": True,
         "dataloader_pin_memory": torch.cuda.is_available(),
     }
 
 
 def _warmup_steps(job: TrainingJob, samples: int) -> int:
-    per_step = job.batch_size * job.gradient_accumulation * PartialState().num_processes
+    per_step = job.batch_size * job.gradient_accumulation * this_process().num_processes
     steps = job.max_steps if job.max_steps > 0 else job.epochs * -(-samples // per_step)
     return round(job.warmup * steps)

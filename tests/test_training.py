@@ -1,0 +1,456 @@
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from datasets import Dataset
+from peft import PeftModel
+from safetensors.torch import load_file
+from tiny_task import LABELS, make_rows, save_base, save_data
+from transformers import AutoModelForSequenceClassification, TrainerCallback
+
+import peft_surgical.training.prepare as prepare_module
+from peft_surgical import LayerRanking
+from peft_surgical.training import METHODS, TrainingJob, TrainingRun, evaluate, train
+from peft_surgical.training.folder import newest_checkpoint
+from peft_surgical.training.loading import load_classifier, load_tokenizer, load_trained
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> Path:
+    return save_base(tmp_path_factory.mktemp("base"))
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    return save_data(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture
+def job(base, data, tmp_path):
+    def make(**options) -> TrainingJob:
+        places = {"model": str(base), "data": str(data), "output": str(tmp_path / "out")}
+        return TrainingJob(**{**places, "epochs": 2, "learning_rate": 1e-2, "method": "last", **options})
+
+    return make
+
+
+def weights(folder: str | Path) -> dict[str, torch.Tensor]:
+    return load_file(next(Path(folder).glob("*.safetensors")))
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+# what each method trains, saves and loads
+
+
+@pytest.mark.parametrize(
+    ("options", "layers"),
+    [
+        ({"method": "surgical", "top_k": 2, "samples": 20}, None),
+        ({"method": "surgical", "layers": (1, -1)}, [1, 3]),
+        ({"method": "last"}, [3]),
+        ({"method": "last", "top_k": 3}, [1, 2, 3]),
+        ({"method": "head"}, []),
+        ({"method": "lora"}, [0, 1, 2, 3]),
+        ({"method": "full"}, [0, 1, 2, 3]),
+    ],
+    ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else "",
+)
+def test_a_method_trains_its_layers_and_saves_what_evaluate_measures_again(job, options, layers):
+    asked = job(**options)
+    results = train(asked)
+    if layers is None:
+        layers = sorted(LayerRanking.load(f"{asked.output}/ranking.json").top(2))
+    assert results["layers"] == ({"encoder": layers} if layers else {})
+    assert json.loads(Path(asked.output, "metrics.json").read_text()) == json.loads(json.dumps(results))
+    again = evaluate(asked.output)
+    measured = {k: v for k, v in results["evaluation"].items() if k not in ("rows", "samples", "loss")}
+    assert again.metrics == measured
+    assert len(again.predictions) == 30
+    assert not Path(asked.output, "checkpoints").exists()
+    saved = {name: tensor.numel() for name, tensor in weights(asked.output).items()}
+    assert sum(saved.values()) == results["parameters"]["trained"]
+
+
+def test_every_method_has_a_line_in_the_table_that_says_what_it_does():
+    for method in METHODS.values():
+        assert method.about
+        assert method.learning_rate > 0
+
+
+def test_the_tokenizer_is_saved_with_a_whole_model_only(job, tmp_path):
+    train(job(method="full", max_steps=1))
+    assert (tmp_path / "out" / "tokenizer.json").exists()
+    train(job(method="head", max_steps=1, output=str(tmp_path / "head")))
+    assert not (tmp_path / "head" / "tokenizer.json").exists()
+
+
+def test_new_weights_outside_the_head_names_of_peft_are_trained_and_saved(job, tmp_path, base):
+    """DistilBERT's `pre_classifier` is as new as its `classifier`; left out, it is random again after loading."""
+    folder = save_base(tmp_path / "distilbert", "distilbert")
+    for method in ("head", "lora", "last"):
+        asked = job(model=str(folder), method=method, output=str(tmp_path / method), max_steps=2)
+        train(asked)
+        assert any("pre_classifier" in name for name in weights(asked.output))
+        tokenizer = load_tokenizer(str(folder))
+        batch = tokenizer(["w1 w2 w3", "w4"], padding=True, return_tensors="pt")
+        batch.pop("token_type_ids", None)
+        logits = []
+        for seed in (1, 2):
+            fresh, _ = load_classifier(str(folder), LABELS, tokenizer, seed=seed)
+            logits.append(PeftModel.from_pretrained(fresh, asked.output).eval()(**batch).logits)
+        assert torch.equal(*logits)
+
+
+@pytest.mark.parametrize("family", ["xlnet", "roberta", "gpt2", "deberta-v2", "modernbert"])
+def test_other_families_train_and_load(job, tmp_path, family):
+    folder = save_base(tmp_path / family, family)
+    asked = job(model=str(folder), max_steps=2)
+    results = train(asked)
+    assert evaluate(asked.output).metrics["accuracy"] == results["evaluation"]["accuracy"]
+
+
+def test_a_model_with_two_stacks_needs_the_name_of_one(job, tmp_path):
+    folder = save_base(tmp_path / "bart", "bart")
+    with pytest.raises(ValueError, match="encoder.*decoder"):
+        train(job(model=str(folder), method="last", top_k=1, max_steps=1))
+    results = train(
+        job(model=str(folder), method="surgical", top_k=1, stack="decoder", samples=8, max_steps=1), overwrite=True
+    )
+    assert list(results["layers"]) == ["decoder"]
+
+
+def test_a_pair_and_an_amount_are_trained_on(job, tmp_path):
+    folder = save_data(tmp_path / "amounts", pair=True, regression=True)
+    results = train(job(data=str(folder)))
+    assert results["task"] == {
+        "kind": "regression",
+        "text_columns": ("sentence1", "sentence2"),
+        "label_column": "label",
+        "labels": (),
+    }
+    assert set(results["evaluation"]) == {"rows", "samples", "loss", "pearson", "spearman"}
+    assert results["metric"] == "pearson"
+    assert evaluate(tmp_path / "out").metrics["pearson"] == pytest.approx(results["evaluation"]["pearson"])
+
+
+def test_training_learns(job, tmp_path):
+    many = save_data(tmp_path / "many", train=300)
+    results = train(job(data=str(many), method="full", epochs=6, learning_rate=5e-3))
+    assert results["evaluation"]["accuracy"] > 0.9
+    assert results["history"][-1]["train_loss"] < results["history"][0]["train_loss"] / 2
+
+
+# held-out rows
+
+
+def test_layers_are_ranked_on_training_rows_alone(job, monkeypatch):
+    seen: list[Dataset] = []
+
+    def spy(model, data, **options):
+        seen.append(data)
+        return LayerRanking(stack="encoder", scores=[1.0, 2.0, 3.0, 4.0])
+
+    monkeypatch.setattr(prepare_module, "rank_layers", spy)
+    run = TrainingRun(job(method="surgical"))
+    run.rank()
+    tokens = {tuple(row) for row in seen[0]["input_ids"][:]}
+    tokenizer = run.prepared.tokenizer
+    for part, expected in (("train", True), ("selection", False), ("evaluation", False)):
+        rows = tokenizer(getattr(run.prepared.parts, part)["text"][:])["input_ids"]
+        assert {tuple(row) in tokens for row in rows} == {expected}, part
+
+
+def test_the_evaluation_rows_choose_nothing(job, data, tmp_path):
+    """Other labels on the evaluation rows change the final numbers and nothing else."""
+    flipped = tmp_path / "flipped"
+    flipped.mkdir()
+    Dataset.from_parquet(str(data / "train.parquet")).to_parquet(str(flipped / "train.parquet"))
+    rows = Dataset.from_parquet(str(data / "validation.parquet"))
+    rows = rows.map(lambda row: {"label": 1 - row["label"]}, features=rows.features)
+    rows.to_parquet(str(flipped / "validation.parquet"))
+    options = {"method": "surgical", "top_k": 1, "samples": 20, "epochs": 3}
+    one = train(job(output=str(tmp_path / "one"), **options))
+    other = train(job(output=str(tmp_path / "other"), data=str(flipped), **options))
+    assert same(weights(tmp_path / "one"), weights(tmp_path / "other"))
+    assert one["selection"] == other["selection"]
+    assert other["evaluation"]["accuracy"] == pytest.approx(1 - one["evaluation"]["accuracy"])
+
+
+def test_the_best_checkpoint_is_the_one_that_is_saved(job, tmp_path):
+    results = train(job(epochs=4, metric="loss", keep_checkpoints=True))
+    losses = {row["step"]: row["loss"] for row in results["history"]}
+    best = min(losses, key=losses.__getitem__)
+    assert len(losses) == 4
+    assert results["selection"]["best_step"] == best
+    assert results["selection"]["best"] == pytest.approx(losses[best])
+    assert same(weights(tmp_path / "out"), weights(tmp_path / "out" / "checkpoints" / f"checkpoint-{best}"))
+
+
+def test_without_selection_the_last_checkpoint_is_taken_and_all_rows_are_trained_on(job):
+    results = train(job(select_on="none"))
+    assert results["selection"] is None
+    assert results["training"] == {"rows": "rows of the train split", "samples": 60, "steps": 8}
+
+
+def test_a_metric_of_another_kind_of_task_is_refused_before_training(job, tmp_path):
+    with pytest.raises(ValueError, match="--metric pearson: for classification allowed are accuracy, f1"):
+        TrainingRun(job(metric="pearson"))
+    assert not (tmp_path / "out").exists()
+
+
+# runs that are repeated, resumed, refused
+
+
+def test_the_same_job_gives_the_same_weights(job, tmp_path):
+    for name in ("one", "other"):
+        train(job(output=str(tmp_path / name), method="surgical", top_k=1, samples=20))
+    assert same(weights(tmp_path / "one"), weights(tmp_path / "other"))
+
+
+KILLED = """
+import os, signal, sys
+from transformers import TrainerCallback
+from peft_surgical.training import TrainingJob, TrainingRun
+
+class Kill(TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == 6:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+run = TrainingRun(TrainingJob(**{options}), callbacks=[Kill()])
+run.rank()
+run.fit()
+"""
+
+
+@pytest.mark.parametrize("method", ["surgical", "full"])
+def test_a_run_that_was_killed_goes_on_to_the_same_weights(job, tmp_path, method, monkeypatch):
+    options = {"method": method, "epochs": 3} | ({"top_k": 2, "samples": 20} if method == "surgical" else {})
+    whole = train(job(output=str(tmp_path / "whole"), **options))
+    asked = job(output=str(tmp_path / "killed"), **options)
+    fields = {name: value for name, value in vars(asked).items() if value is not None}
+    code = subprocess.run([sys.executable, "-c", KILLED.format(options=fields)], check=False).returncode
+    assert code == -signal.SIGKILL
+    assert not Path(asked.output, "metrics.json").exists()
+    monkeypatch.setattr(prepare_module, "rank_layers", lambda *a, **k: pytest.fail("ranked again"))
+    resumed = train(asked, resume=True)
+    assert same(weights(tmp_path / "whole"), weights(tmp_path / "killed"))
+    for key in ("evaluation", "selection", "layers", "history"):
+        assert resumed[key] == whole[key], key
+
+
+def test_a_run_that_was_killed_before_its_first_checkpoint_starts_again(job, tmp_path):
+    asked = job()
+    TrainingRun(asked)
+    assert train(asked, resume=True)["training"]["steps"] == 8
+
+
+def test_a_checkpoint_that_was_not_written_to_its_end_is_passed_over(tmp_path):
+    for step, state in ((2, "{}"), (10, "{}"), (11, '{"cut o'), (12, None)):
+        folder = tmp_path / f"checkpoint-{step}"
+        folder.mkdir()
+        if state is not None:
+            (folder / "trainer_state.json").write_text(state)
+    assert newest_checkpoint(tmp_path) == tmp_path / "checkpoint-10"
+    assert newest_checkpoint(tmp_path / "nothing") is None
+
+
+def test_a_resumed_run_keeps_its_options(job):
+    TrainingRun(job())
+    with pytest.raises(ValueError, match="epochs was 2 when the run .* and is 3 now"):
+        train(job(epochs=3), resume=True)
+
+
+def test_a_folder_in_use_is_refused_and_left_alone(job, tmp_path):
+    asked = job(max_steps=1)
+    train(asked)
+    before = weights(asked.output)
+    with pytest.raises(ValueError, match="not empty. Use --resume to go on, --overwrite"):
+        train(asked)
+    with pytest.raises(ValueError, match="finished run"):
+        train(asked, resume=True)
+    with pytest.raises(ValueError, match="Drop one"):
+        train(asked, resume=True, overwrite=True)
+    assert same(weights(asked.output), before)
+    train(asked, overwrite=True)
+
+
+def test_a_folder_with_other_files_is_never_emptied(job, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "thesis.tex").write_text("years of work")
+    with pytest.raises(ValueError, match="no training wrote"):
+        train(job(), overwrite=True)
+    assert (tmp_path / "out" / "thesis.tex").exists()
+
+
+def test_a_mistake_in_the_data_leaves_no_folder_behind(job, tmp_path):
+    with pytest.raises(ValueError, match="no such file"):
+        train(job(data=str(tmp_path / "nowhere.csv")))
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"method": "magic"}, "--method magic: allowed are surgical, last, full"),
+        ({"metric": "bleu"}, "--metric bleu: allowed are"),
+        ({"task": "tagging"}, "--task tagging: allowed are"),
+        ({"dtype": "int8"}, "--dtype int8: allowed are"),
+        ({"warmup": 1.5}, "--warmup 1.5 is no fraction"),
+        ({"epochs": 0}, "--epochs 0 must be above 0"),
+        ({"method": "surgical", "layers": "last:2", "top_k": 2}, "--layers last:2 and --top-k both choose"),
+        ({"method": "surgical", "layers": "last:2", "ranking": "r"}, "--layers last:2 and --ranking both choose"),
+        ({"method": "head", "top_k": 2}, "--top-k has no meaning with --method head; it goes with surgical, last"),
+        ({"method": "full", "lora_r": 4}, "--lora-r has no meaning with --method full; it goes with lora"),
+        ({"bf16": True, "fp16": True}, "--bf16 and --fp16"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused_by_name(options, message):
+    with pytest.raises(ValueError, match=message):
+        TrainingJob(model="m", data="d", output="o", **options)
+
+
+def test_a_job_is_read_as_it_was_saved(tmp_path):
+    job = TrainingJob(
+        model="m", data="d", output="o", method="surgical", layers=(1, "3-4"), text_columns=("a", "b"), epochs=0.5
+    )
+    job.save(tmp_path)
+    assert TrainingJob.load(tmp_path) == job
+    with pytest.raises(ValueError, match=r"no job\.json"):
+        TrainingJob.load(tmp_path / "elsewhere")
+
+
+def test_a_ranking_made_before_is_used(job, tmp_path, monkeypatch):
+    file = tmp_path / "ranking.json"
+    LayerRanking(stack="encoder", scores=[0.1, 0.9, 0.2, 0.8]).save(str(file))
+    monkeypatch.setattr(prepare_module, "rank_layers", lambda *a, **k: pytest.fail("ranked again"))
+    results = train(job(method="surgical", ranking=str(file), top_k=2, max_steps=1))
+    assert results["layers"] == {"encoder": [1, 3]}
+
+
+# evaluation elsewhere
+
+
+def test_other_data_with_other_column_names_is_evaluated_by_class_name(job, tmp_path):
+    train(job())
+    rows = make_rows(20, 5)
+    named = [LABELS[i] for i in rows["label"][:]]
+    Dataset.from_dict({"sentence": rows["text"][:], "target": named}).to_csv(str(tmp_path / "test.csv"))
+    rows.to_parquet(str(tmp_path / "same.parquet"))
+    other = evaluate(tmp_path / "out", data=str(tmp_path / "test.csv"))
+    assert other.metrics == evaluate(tmp_path / "out", data=str(tmp_path / "same.parquet")).metrics
+    assert other.rows == "the test split"
+    table = other.table()
+    assert table.column_names == ["text", "label", "prediction"]
+    right = sum(a == b for a, b in zip(table["label"][:], table["prediction"][:], strict=True))
+    assert other.metrics["accuracy"] == right / 20
+
+
+def test_evaluation_refuses_what_does_not_fit(job, tmp_path, data):
+    run = TrainingRun(job())
+    with pytest.raises(ValueError, match="no finished run"):
+        evaluate(run.folder)
+    with pytest.raises(ValueError, match="not written by"):
+        evaluate(tmp_path / "elsewhere")
+    run.fit()
+    run.finish()
+    save_data(tmp_path / "pairs", pair=True)
+    with pytest.raises(ValueError, match="was trained on the columns"):
+        evaluate(run.folder, data=str(tmp_path / "pairs"))
+    with pytest.raises(ValueError, match="labelled rows called 'test'"):
+        evaluate(run.folder, split="test")
+
+
+def test_a_base_that_moved_can_be_named(job, base, tmp_path):
+    results = train(job())
+    moved = tmp_path / "moved"
+    moved.mkdir()
+    for file in base.iterdir():
+        (moved / file.name).write_bytes(file.read_bytes())
+    assert evaluate(tmp_path / "out", model=str(moved)).metrics["f1"] == results["evaluation"]["f1"]
+
+
+# the card
+
+
+def test_the_card_tells_ranking_results_rows_and_the_exact_configuration(job, tmp_path):
+    asked = job(method="surgical", top_k=2, samples=20)
+    results = train(asked)
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert str(LayerRanking.load(tmp_path / "out" / "ranking.json")) in card
+    assert f"{results['evaluation']['accuracy']:.4f}" in card
+    assert "Measured on 30 rows: the validation split." in card
+    assert "measured on 6 rows: 10% of the training rows, held out." in card
+    assert "too good" not in card
+    config = json.loads(re.search(r"```json\n(.*?)```", card, re.S).group(1))
+    assert config == {**json.loads((tmp_path / "out" / "job.json").read_text()), "learning_rate": 1e-2}
+    assert card.startswith("---\n")
+    assert f"base_model: {asked.model}" in card
+
+
+def test_the_card_admits_a_choice_on_the_evaluation_rows(job, tmp_path):
+    train(job(select_on="validation"))
+    assert "so these numbers are too good" in (tmp_path / "out" / "README.md").read_text()
+
+
+@pytest.mark.parametrize("method", ["last", "full"])
+def test_the_code_on_the_card_runs(job, tmp_path, monkeypatch, method, capsys):
+    train(job(method=method))
+    card = (tmp_path / "out" / "README.md").read_text()
+    monkeypatch.chdir(tmp_path)
+    scope: dict = {}
+    exec(re.search(r"```python\n(.*?)```", card, re.S).group(1), scope)
+    assert capsys.readouterr().out.strip() in LABELS
+    tokenizer = load_tokenizer(str(tmp_path / "out") if method == "full" else scope["base"].config._name_or_path)
+    ours = load_trained("out", json.loads(Path("out/job.json").read_text())["model"], LABELS, tokenizer)
+    assert torch.equal(scope["logits"], ours(**tokenizer("A text", return_tensors="pt")).logits)
+
+
+# several processes
+
+
+def test_two_processes_train_as_one_and_write_once(job, tmp_path):
+    """The first process alone speaks and writes, and all take its ranking."""
+    asked = job(method="surgical", top_k=1, samples=20, epochs=1, batch_size=4)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    command += ["-m", "peft_surgical.cli", "train"]
+    command += ["--model", asked.model, "--data", asked.data, "--output", asked.output, "--method", "surgical"]
+    command += ["--top-k", "1", "--samples", "20", "--epochs", "1", "--batch-size", "4"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("Saved in") == 1
+    results = json.loads(Path(asked.output, "metrics.json").read_text())
+    assert results["training"]["steps"] == 7  # 54 rows by 2 processes by 4
+    assert evaluate(asked.output).metrics["accuracy"] == results["evaluation"]["accuracy"]
+
+
+def test_a_callback_sees_the_run(job):
+    class Count(TrainerCallback):
+        steps = 0
+
+        def on_step_end(self, *args, **kwargs):
+            self.steps += 1
+
+    counter = Count()
+    run = TrainingRun(job(select_on="none"), callbacks=[counter])
+    run.fit()
+    assert counter.steps == 8
+
+
+def test_the_base_folder_is_never_written(job, base):
+    before = {file.name: file.read_bytes() for file in base.iterdir()}
+    train(job(method="full", max_steps=1))
+    assert {file.name: file.read_bytes() for file in base.iterdir()} == before
+    assert AutoModelForSequenceClassification.from_pretrained(base) is not None
