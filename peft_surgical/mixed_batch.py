@@ -138,5 +138,5 @@ def _check(tuner: Any, used: Sequence[str]) -> None:
                 f"The layer {path.rpartition('.')[0]} has tuned parameters of its own, which all rows share."
             )
     labels = {name: (getattr(tuner.peft_config[name], "labels", None) or {}).get("num_labels") for name in used}
-    if len(set(labels.values())) > 1:
+    if len(set(labels.values()) - {None}) > 1:  # stock LoRA does not tell
         raise ValueError(f"The heads of these adapters differ in size and cannot share a batch: labels {labels}.")
