@@ -165,7 +165,7 @@ def load(
     auto = AutoModelForMultipleChoice if choices else AutoModelForSequenceClassification
     options = {} if choices else {"num_labels": outputs}
     torch.manual_seed(seed)
-    model = auto.from_pretrained(name, dtype=torch.float32, **options).to(device)
+    model = auto.from_pretrained(name, dtype=torch.float32, ignore_mismatched_sizes=True, **options).to(device)
     if model.config.model_type == "mpnet":
         _keep_positions(model.mpnet.encoder, device)
     return model

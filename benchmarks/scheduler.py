@@ -106,7 +106,12 @@ def run_jobs(place: Place, jobs: Sequence[Job], processes: int, seconds: float) 
                 rates.append(took / worker.job.weight)
             worker.job = None
     for worker in workers:
-        worker.process.terminate()
+        if worker.job is not None:
+            worker.process.terminate()
+        elif worker.process.is_alive():
+            worker.pipe.send(None)
+    for worker in workers:
+        worker.process.join()
     print(f"{done} jobs done, {len(queue) + sum(w.job is not None for w in workers)} left", flush=True)
 
 

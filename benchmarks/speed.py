@@ -55,7 +55,8 @@ def _speed(place: Place, task: str, count: int, graphs: bool) -> dict[str, float
     made, rows = tasks.TASKS[task], place.rows(task).train
     rows = rows.take(torch.arange(min(2048, len(rows)), device=place.device))
     base = place.load(task, 0)
-    tuning = methods.resolve("middle:5", {"middle": [5, 6, 4, 7, 3]})
+    first = place.depth // 4
+    tuning = methods.layers_name(range(first, first + max(1, place.depth * 5 // 12)))
     trainees = [Trainee(methods.adapt(copy.deepcopy(base), tuning), 5e-5) for _ in range(count)]
     times, done = [time.perf_counter()], 0
     for steps in training.train(trainees, rows, batch=made.batch, epochs=5, seed=0, graphs=graphs):
