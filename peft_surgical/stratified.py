@@ -33,6 +33,8 @@ from peft_surgical.surgical import _is_excluded
 from peft_surgical.tuned_module import TunedModule
 from peft_surgical.tuner import DeltaTuner, _Matching
 from peft_surgical.units import base_modules, bottom, matches_any, original_tensor
+from peft_surgical.weighted import add_weighted_adapter
+from peft_surgical.weighted_lora import LoraCombination
 
 
 class StratifiedModel(DeltaTuner, LoraModel):  # type: ignore[misc]
@@ -119,6 +121,46 @@ class StratifiedModel(DeltaTuner, LoraModel):  # type: ignore[misc]
         else:
             united.target_modules = set().union(*(config._lora for config in configs))
             united.exclude_modules = united.layers_to_transform = united.layers_pattern = None
+
+    def add_weighted_adapter(  # type: ignore[override]
+        self,
+        adapters: Sequence[str],
+        weights: Sequence[float],
+        adapter_name: str,
+        combination_type: str = "svd",
+        svd_rank: int | None = None,
+        svd_clamp: float | None = None,
+        svd_full_matrices: bool = True,
+        svd_driver: str | None = None,
+        density: float | None = None,
+        majority_sign_method: str = "total",
+    ) -> None:
+        """Add an adapter that combines others. It is not active at first.
+
+        Copies of base tensors (biases, norms, whole weights) and heads are combined as in `SurgicalModel`. LoRA's
+        matrices are combined as in PEFT: `"cat"` is exact, all others cut the combined difference to a rank.
+
+        Args:
+            adapters: The adapters to combine.
+            weights: Their weights, which may be negative.
+            adapter_name: The name of the new adapter.
+            combination_type: `"cat"`, `"svd"`, `"linear"`, or one of PEFT's prunings with or without `_svd`.
+            svd_rank: The rank to cut to; the highest of the ranks if None.
+            svd_clamp: See PEFT.
+            svd_full_matrices: See PEFT.
+            svd_driver: See PEFT.
+            density: The share of values that pruning keeps, above 0 and at most 1.
+            majority_sign_method: For `"ties"`, `"total"` or `"frequency"`, see PEFT.
+
+        Raises:
+            ValueError: Unknown adapters or options, heads of different sizes, or strata or ranks that no one
+                configuration can express together.
+        """
+        svd = {"clamp": svd_clamp, "full_matrices": svd_full_matrices, "driver": svd_driver}
+        lora = LoraCombination(combination_type, svd_rank, svd, density, majority_sign_method)
+        add_weighted_adapter(
+            self, adapters, weights, adapter_name, lora.kind_of_copies, density, majority_sign_method, lora
+        )
 
     # ---- changing the model
 

@@ -268,9 +268,9 @@ class DeltaTuner(BaseTuner):
             adapters: The adapters to combine.
             weights: Their weights, which may be negative. Weights 1 and 0 give the first adapter's values.
             adapter_name: The name of the new adapter.
-            combination_type: `"linear"` is the base plus the sum of weight times difference to the base, exactly, for
-                LoRA too. `"ties"`, `"dare_linear"`, `"dare_ties"` and `"magnitude_prune"` prune the differences of
-                each tensor first, as PEFT does (LoRA's are cut to the sum of the ranks again).
+            combination_type: `"linear"` is the base plus the sum of weight times difference to the base. `"ties"`,
+                `"dare_linear"`, `"dare_ties"` and `"magnitude_prune"` prune the differences of each tensor first, as
+                PEFT does.
             density: The share of values that pruning keeps, above 0 and at most 1.
             majority_sign_method: For `"ties"`, `"total"` or `"frequency"`, see PEFT.
 

@@ -8,13 +8,13 @@ from functools import partial
 from typing import Any
 
 import torch
-from peft import LoraConfig
 from peft.tuners.lora.layer import LoraLayer
 from peft.utils import merge_utils
 from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 from torch import nn
 
 from peft_surgical.tuned_module import TunedModule
+from peft_surgical.weighted_lora import LoraCombination
 
 
 COMBINATIONS = ("linear", "ties", "dare_linear", "dare_ties", "magnitude_prune")
@@ -28,13 +28,17 @@ def add_weighted_adapter(
     combination_type: str = "linear",
     density: float | None = None,
     majority_sign_method: str = "total",
+    lora: LoraCombination | None = None,
 ) -> None:
-    """Add an adapter that combines others; see `DeltaTuner.add_weighted_adapter`."""
+    """Add an adapter that combines others; see `DeltaTuner.add_weighted_adapter`.
+
+    `lora` says how LoRA's matrices are combined, if the adapters have any.
+    """
     combine = _combination(combination_type, density, majority_sign_method)
     _check(tuner, adapters, weights, adapter_name)
     united = united_config(tuner, {name: tuner.peft_config[name] for name in adapters})
-    if isinstance(united, LoraConfig):
-        _sum_ranks(united, [tuner.peft_config[name] for name in adapters])
+    if lora is not None:
+        lora.set_rank(united, [tuner.peft_config[name] for name in adapters])
     tuner.peft_config[adapter_name] = united
     try:
         tuner.inject_adapter(tuner.model, adapter_name)
@@ -47,19 +51,8 @@ def add_weighted_adapter(
                 _combine_copies(module, adapters, weights, adapter_name, combine)
             elif isinstance(module, ModulesToSaveWrapper) and adapter_name in module.modules_to_save:
                 _combine_heads(module, adapters, weights, adapter_name, combine)
-            elif isinstance(module, LoraLayer) and adapter_name in module.r:
-                pruning = None if combination_type == "linear" else f"{combination_type}_svd"
-                _combine_lora(tuner, module, adapters, weights, adapter_name, pruning, density, majority_sign_method)
-
-
-def _sum_ranks(united: LoraConfig, configs: Sequence[LoraConfig]) -> None:
-    """Make room for LoRA's matrices side by side, with scaling 1."""
-    for option in ("use_dora", "lora_bias"):
-        if any(getattr(config, option) for config in configs):
-            raise ValueError(f"Adapters with {option}=True cannot be combined: they are no sums of differences.")
-    united.r = united.lora_alpha = sum(max([config.r, *(config.rank_pattern or {}).values()]) for config in configs)
-    united.rank_pattern, united.alpha_pattern, united.use_rslora = {}, {}, False
-    united.init_lora_weights = True
+            elif isinstance(module, LoraLayer) and adapter_name in module.r and lora is not None:
+                lora.combine(tuner, module, adapters, weights, adapter_name)
 
 
 def united_config(tuner: Any, configs: Mapping[str, Any]) -> Any:
@@ -174,40 +167,3 @@ def _combined(
     differences = [value.double() - start for value, _ in sources]
     weights = torch.tensor([w for _, w in sources], dtype=torch.float64, device=base.device)
     return (start + combine(differences, weights)).to(sources[0][0].dtype)
-
-
-def _combine_lora(
-    tuner: Any,
-    layer: LoraLayer,
-    adapters: Sequence[str],
-    weights: Sequence[float],
-    adapter_name: str,
-    pruning: str | None,
-    density: float | None,
-    majority_sign_method: str,
-) -> None:
-    """LoRA's difference is a product of matrices; a sum of products is one product of the matrices side by side."""
-    target_a, target_b = _lora_matrices(layer, adapter_name)
-    if pruning is not None:
-        target_a.data, target_b.data = tuner._svd_generalized_task_arithmetic_weighted_adapter(
-            pruning, adapters, weights, layer.r[adapter_name], layer, target_a, target_b, density, majority_sign_method
-        )
-        return
-    target_a.data.zero_()
-    target_b.data.zero_()
-    start = 0
-    for name, weight in zip(adapters, weights, strict=True):
-        if name in layer.r:
-            a, b = _lora_matrices(layer, name)
-            rows = slice(start, start + a.shape[0])
-            target_a.data[rows] = a.data * (weight * layer.scaling[name])
-            target_b.data[:, rows] = b.data
-            start += a.shape[0]
-
-
-def _lora_matrices(layer: LoraLayer, adapter_name: str) -> tuple[torch.Tensor, torch.Tensor]:
-    if adapter_name in layer.lora_A:
-        a: Any = layer.lora_A[adapter_name]
-        b: Any = layer.lora_B[adapter_name]
-        return a.weight, b.weight
-    return layer.lora_embedding_A[adapter_name], layer.lora_embedding_B[adapter_name]

@@ -6,10 +6,12 @@ import pytest
 import torch
 from adapters import METHODS, TASKS, add, base_outputs, make, make_config, merged_state, outputs, plain, save
 from peft import PeftModel
+from peft.tuners.lora.layer import LoraLayer
 from peft.utils import merge_utils
 from tiny_models import build
 
 
+EXACT = {"SURGICAL": "linear", "STRATIFIED": "cat"}
 CASES = [(method, family) for method in METHODS for family in TASKS]
 cases = pytest.mark.parametrize(("method", "family"), CASES)
 
@@ -35,20 +37,41 @@ def build_state(model) -> dict[str, torch.Tensor]:
 
 @cases
 @pytest.mark.parametrize("weights", [(0.3, 0.5), (1.0, -1.0), (1.0, 1.0)])
-def test_linear_is_the_base_plus_the_weighted_differences(method, family, weights):
+def test_the_sum_is_the_base_plus_the_weighted_differences(method, family, weights):
     model = two(method, family)
     model.family = family
-    model.add_weighted_adapter(["rte", "cola"], list(weights), "both")
+    model.add_weighted_adapter(["rte", "cola"], list(weights), "both", combination_type=EXACT[method])
     wanted = combined_state(model, weights, lambda ds, ws: sum(w * d for d, w in zip(ds, ws, strict=True)))
     torch.testing.assert_close(outputs(model, family, "both"), outputs(plain(family, wanted), family))
 
 
+@pytest.mark.parametrize("family", ["bert", "gpt2", "llama"])
+@pytest.mark.parametrize("kind", ["linear", "svd"])
+def test_loras_sum_is_cut_to_the_best_of_its_rank(family, kind):
+    model = two("STRATIFIED", family)
+    model.family = family
+    model.add_weighted_adapter(["rte", "cola"], [0.3, 0.5], "both", combination_type=kind)
+    wanted = combined_state(model, [0.3, 0.5], lambda ds, ws: sum(w * d for d, w in zip(ds, ws, strict=True)))
+    base = build(family).state_dict()
+    for path, module in model.get_base_model().named_modules():
+        if isinstance(module, LoraLayer):
+            assert module.r["both"] == 2
+            u, s, v = torch.linalg.svd((wanted[f"{path}.weight"] - base[f"{path}.weight"]).double())
+            cut = u[:, :2] * s[:2] @ v[:2]
+            wanted[f"{path}.weight"] = (base[f"{path}.weight"].double() + cut).float()
+    torch.testing.assert_close(
+        outputs(model, family, "both"), outputs(plain(family, wanted), family), rtol=1e-4, atol=1e-5
+    )
+
+
 @cases
-def test_weights_one_and_zero_are_the_adapters_and_the_base(method, family):
+@pytest.mark.parametrize("kind", ["linear", "exact"])
+def test_weights_one_and_zero_are_the_adapters_and_the_base(method, family, kind):
     model = two(method, family)
+    kind = EXACT[method] if kind == "exact" else kind
     for name, weights in {"first": [1, 0], "second": [0, 1], "none": [0, 0]}.items():
-        model.add_weighted_adapter(["rte", "cola"], weights, name)
-    exact = {"rtol": 0, "atol": 0} if method == "SURGICAL" else {}  # LoRA's product is summed in another order
+        model.add_weighted_adapter(["rte", "cola"], weights, name, combination_type=kind)
+    exact = {"rtol": 0, "atol": 0} if method == "SURGICAL" else {"rtol": 1e-4, "atol": 1e-5}  # LoRA's products
     torch.testing.assert_close(outputs(model, family, "first"), outputs(model, family, "rte"), **exact)
     torch.testing.assert_close(outputs(model, family, "second"), outputs(model, family, "cola"), **exact)
     torch.testing.assert_close(outputs(model, family, "none"), base_outputs(family), **exact)
@@ -60,10 +83,10 @@ def test_adapters_on_other_layers_become_their_union(method, family, tmp_path):
     if family == "bert":  # both train the head, so one of them must not
         head = model.base_model.model.classifier
         head.modules_to_save["cola"].load_state_dict(head.original_module.state_dict())
-    model.add_weighted_adapter(["rte", "cola"], [1, 1], "both")
+    model.add_weighted_adapter(["rte", "cola"], [1, 1], "both", combination_type="linear")
     one, other, base = merged_state(model, "rte"), merged_state(model, "cola"), build(family).state_dict()
     union = {key: one[key] if not torch.equal(one[key], base[key]) else other[key] for key in base}
-    exact = {"rtol": 0, "atol": 0} if method == "SURGICAL" else {}
+    exact = {"rtol": 0, "atol": 0} if method == "SURGICAL" else {"rtol": 1e-5, "atol": 1e-6}
     torch.testing.assert_close(outputs(model, family, "both"), outputs(plain(family, union), family), **exact)
     again = PeftModel.from_pretrained(build(family), save(model, tmp_path, "both")).eval()
     torch.testing.assert_close(outputs(again, family), outputs(model, family, "both"), rtol=0, atol=0)
@@ -158,6 +181,7 @@ def test_half_precision_masters_keep_their_dtype():
         ({"weights": [1.0]}, "one number for each of the 2"),
         ({"adapter_name": "rte"}, "already"),
         ({"combination_type": "svd"}, "linear, ties"),
+        ({"combination_type": "cat"}, "linear, ties"),
         ({"combination_type": "ties"}, "density=None"),
         ({"combination_type": "ties", "density": 1.5}, "density=1.5"),
     ],
@@ -199,6 +223,24 @@ def test_strata_that_no_config_can_unite_are_refused(strata, options, message):
     model.add_adapter("cola", StratifiedConfig(task_type="SEQ_CLS", strata=strata, **options))
     with pytest.raises(ValueError, match=message):
         model.add_weighted_adapter(["rte", "cola"], [0.5, 0.5], "both")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [({"combination_type": "sum"}, "linear, cat, svd"), ({"combination_type": "linear"}, r"these have \[2, 4\]")],
+)
+def test_wrong_combinations_of_lora_are_refused(arguments, message):
+    model = make("STRATIFIED", "bert", [3], name="rte")
+    other = make_config("STRATIFIED", "bert", [3])
+    other.r = 4
+    model.add_adapter("cola", other)
+    with pytest.raises(ValueError, match=message):
+        model.add_weighted_adapter(["rte", "cola"], [0.5, 0.5], "both", **arguments)
+    assert list(model.peft_config) == ["rte", "cola"]
+    model.add_weighted_adapter(["rte", "cola"], [0.5, 0.5], "both", combination_type="cat")
+    assert model.peft_config["both"].r == 6
+    model.add_weighted_adapter(["rte", "cola"], [0.5, 0.5], "cut", svd_rank=1)
+    assert model.peft_config["cut"].r == 1
 
 
 def test_dora_is_refused():
