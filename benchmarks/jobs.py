@@ -60,6 +60,10 @@ class Place:
         data = tasks.load_cached(task, tokenizer, self.data, self.cache)
         return tasks.TaskData(*(part.to(self.device) for part in (data.train, data.held_out, data.validation)))
 
+    def lengths(self, task: str) -> torch.Tensor:
+        """How many tokens the training rows of a task have."""
+        return tasks.load_cached(task, None, self.data, self.cache).train.lengths
+
     @property
     def depth(self) -> int:
         """How many layers the model has."""

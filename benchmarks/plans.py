@@ -8,7 +8,6 @@ from collections.abc import Iterable, Sequence
 import criteria
 import methods
 import tasks
-import torch
 from jobs import RANDOM_DRAWS, Job, Place, write
 
 
@@ -57,20 +56,20 @@ def train_jobs(place: Place, wanted: Iterable[tuple[str, str, float]], seed: int
             missing.setdefault(task, []).append((tuning, rate))
     jobs = []
     for task, runs in missing.items():
-        lengths = tasks.load_cached(task, None, place.data, place.cache).train.lengths
-        tokens = tasks.TASKS[task].batch * int(lengths.max()) * (1 + tasks.TASKS[task].choices)
+        made = tasks.TASKS[task]
+        longest = int(place.lengths(task).max())
+        tokens = made.batch * longest * (1 + made.choices)
         size = max(1, min(MOST_IN_STEP, TOKENS_IN_STEP // tokens))
         count = -(-len(runs) // size)
         for start in range(count):  # groups of equal size
             group = runs[start::count]
-            weight = _weight(task, lengths, len(group))
-            jobs.append(Job("train", task, seed, *zip(*group, strict=True), weight=weight))
+            jobs.append(Job("train", task, seed, *zip(*group, strict=True), weight=weight(place, task, len(group))))
     return sorted(jobs, key=lambda job: -job.weight)
 
 
-def _weight(task: str, lengths: torch.Tensor, models_in_step: int) -> float:
-    """Seconds that a training of models in step takes on an H100 with nothing else on it, roughly."""
-    made = tasks.TASKS[task]
+def weight(place: Place, task: str, models_in_step: int) -> float:
+    """Seconds that training models of a task in step takes on an idle H100, roughly."""
+    made, lengths = tasks.TASKS[task], place.lengths(task)
     steps = made.epochs * len(lengths) / made.batch
     tokens = made.batch * float(lengths.float().mean()) * (1 + made.choices)
     return 3 + steps * (0.002 + models_in_step * (0.001 + 1.5e-6 * tokens))

@@ -24,7 +24,7 @@ import tasks
 import torch
 import transformers
 from jobs import Job, Place
-from plans import RATE_TASKS, all_scores, alternate, choose_rates, plan_jobs, plans, train_jobs
+from plans import RATE_TASKS, all_scores, alternate, choose_rates, plan_jobs, plans, train_jobs, weight
 from scheduler import quiet, run_jobs
 from speed import check, cost
 
@@ -62,16 +62,16 @@ def jobs_of(place: Place, options: argparse.Namespace) -> Iterator[Job]:
         yield from plan_jobs(place, options.questions, options.tasks, options.seeds)
     elif options.command == "rank":
         for seed in options.seeds:
-            for task in options.tasks:
+            for task in sorted(options.tasks, key=lambda task: -weight(place, task, 1)):
                 known = place.rankings(task, seed)
                 missing = tuple(s for s in options.scores or all_scores() if s not in known)
                 if missing:
-                    yield Job("rank", task, seed, missing, weight=20)
+                    yield Job("rank", task, seed, missing, weight=weight(place, task, 1))
     else:
         for seed in options.seeds:
-            for task in options.tasks:
+            for task in sorted(options.tasks, key=lambda task: -weight(place, task, 1)):
                 if not (place.results / options.command / f"{task}_s{seed}.json").exists():
-                    yield Job(options.command, task, seed, ("full",), (place.rates()["full"],), weight=20)
+                    yield Job(options.command, task, seed, ("full",), (place.rates()["full"],), weight(place, task, 1))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -19,6 +19,7 @@ from training import Trainee
 
 def check(place: Place, processes: Sequence[int]) -> None:
     """Compare training by CUDA graphs with plain steps, and count steps for several numbers of processes."""
+    print(surroundings(place), flush=True)
     graphs_too = (False, True) if place.device == "cuda" else (False,)
     for graphs in graphs_too:
         print("with CUDA graphs:" if graphs else "plain steps:     ", "losses", _losses(place, graphs), flush=True)
@@ -59,13 +60,14 @@ def _speed(place: Place, task: str, count: int, graphs: bool) -> dict[str, float
     tuning = methods.layers_name(range(first, first + max(1, place.depth * 5 // 12)))
     trainees = [Trainee(methods.adapt(copy.deepcopy(base), tuning), 5e-5) for _ in range(count)]
     times, done = [time.perf_counter()], 0
-    for steps in training.train(trainees, rows, batch=made.batch, epochs=5, seed=0, graphs=graphs):
+    epochs = 5 if graphs else 2
+    for steps in training.train(trainees, rows, batch=made.batch, epochs=epochs, seed=0, graphs=graphs):
         done = steps
         _wait()
         times.append(time.perf_counter())
     memory = torch.cuda.max_memory_allocated() / 2**30 if place.device == "cuda" else 0.0
     return {
-        "steps_per_second": round(4 * count * done / (times[-1] - times[1]), 1),
+        "steps_per_second": round((epochs - 1) * count * done / (times[-1] - times[1]), 1),
         "first_epoch_s": round(times[1] - times[0], 2),
         "memory_gib": round(memory, 2),
     }
