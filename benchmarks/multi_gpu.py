@@ -1,0 +1,279 @@
+"""One GPU against several: throughput, memory, saving time and equality of the saved deltas.
+
+    python benchmarks/multi_gpu.py --gpus 1 2 --models bert-large llama-1b --engines ddp fsdp2 --output results.json
+
+Starts one process per GPU with torchrun for each (model, method, engine, number of GPUs), prints one table last and
+writes all numbers as JSON. Models have random weights; nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+
+METHODS = ("surgical top 5", "SPAFIT-4-9-II", "LoRA-II r=64", "full")
+MODELS = ("bert-tiny", "bert-large", "llama-1b", "llama-7b")
+
+
+def build(name: str, device: torch.device) -> nn.Module:
+    """A model with random weights, made on the device; the same on every process."""
+    from transformers import BertConfig, BertForSequenceClassification, LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    bert = {
+        "bert-tiny": {"hidden_size": 64, "num_hidden_layers": 12, "num_attention_heads": 2, "intermediate_size": 128},
+        "bert-large": {
+            "hidden_size": 1024,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 16,
+            "intermediate_size": 4096,
+        },
+    }
+    llama = {
+        "llama-1b": {
+            "hidden_size": 2048,
+            "intermediate_size": 8192,
+            "num_hidden_layers": 16,
+            "num_attention_heads": 32,
+        },
+        "llama-7b": {
+            "hidden_size": 4096,
+            "intermediate_size": 11008,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+        },
+    }
+    with device:
+        if name in bert:
+            return BertForSequenceClassification(BertConfig(**bert[name], num_labels=2)).to(device)
+        torch.set_default_dtype(torch.bfloat16)
+        model = LlamaForCausalLM(LlamaConfig(**llama[name], vocab_size=32000))
+        torch.set_default_dtype(torch.float32)
+    return model.to(device)
+
+
+def adapt(model: nn.Module, name: str, method: str) -> nn.Module:
+    """The model with a method's adapter; for `full` the model itself with everything trainable."""
+    from peft import LoraConfig, get_peft_model
+
+    from peft_surgical import StratifiedConfig, SurgicalConfig
+    from peft_surgical.layers import choose_stack
+
+    task = "SEQ_CLS" if name.startswith("bert") else "CAUSAL_LM"
+    attention = ["query", "key", "value", "attention.output.dense"]
+    attention = attention if task == "SEQ_CLS" else ["q_proj", "k_proj", "v_proj", "o_proj"]
+    same_dtype = {"autocast_adapter_dtype": False}  # one dtype per unit, for every engine and method alike
+    torch.manual_seed(1)
+    if method == "full":
+        return model
+    if method == "surgical top 5":
+        depth = len(choose_stack(model))
+        layers = [round(i * (depth - 1) / 4) for i in range(5)]
+        return get_peft_model(model, SurgicalConfig(task_type=task, layers=layers), **same_dtype)
+    if method == "SPAFIT-4-9-II":
+        if task == "SEQ_CLS":
+            config = StratifiedConfig.spafit("SPAFIT-4-9-II", task_type=task, r=64, lora_alpha=128)
+        else:  # no biases in Llama: the middle stratum tunes the norms
+            depth = len(choose_stack(model))
+            strata = [
+                {"layers": "0-4", "tune": "frozen"},
+                {"layers": "5-9", "tune": "norm"},
+                {"layers": f"10-{depth - 1}", "tune": "lora", "target_modules": attention, "bias": "none"},
+            ]
+            config = StratifiedConfig(task_type=task, strata=strata, r=64, lora_alpha=128)
+        return get_peft_model(model, config, **same_dtype)
+    return get_peft_model(
+        model, LoraConfig(task_type=task, r=64, lora_alpha=128, target_modules=attention), **same_dtype
+    )
+
+
+def shard(model: nn.Module, engine: str, device: torch.device) -> nn.Module:
+    if engine == "ddp":
+        ids = [device.index] if device.type == "cuda" else None
+        return nn.parallel.DistributedDataParallel(model, device_ids=ids)
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    from peft_surgical.layers import choose_stack
+
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    for layer in choose_stack(model).layers:
+        fully_shard(layer.module, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def gathered(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {k: v.full_tensor() if hasattr(v, "full_tensor") else v for k, v in model.state_dict().items()}
+
+
+def run_worker(args: argparse.Namespace) -> None:
+    """What one process of one configuration does; the first one writes the result."""
+    cuda = torch.cuda.is_available()
+    dist.init_process_group("nccl" if cuda else "gloo")
+    rank, world = dist.get_rank(), dist.get_world_size()
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    torch.backends.cuda.matmul.allow_tf32 = True
+    model = adapt(build(args.model, device), args.model, args.method).train()
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0  # so that any number of processes computes the same
+    adapter, model = model, shard(model, args.engine, device)
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.SGD(trainable, lr=1e-2)  # no state: what is compared is the engines and the methods
+    vocabulary = 30000 if args.model.startswith("bert") else 32000
+    generator = torch.Generator().manual_seed(2)
+    share = args.batch // world  # the global batch stays the same for the comparison of the deltas
+
+    def batch(rows: slice | None) -> dict[str, torch.Tensor]:
+        ids = torch.randint(1000, vocabulary, (args.batch, args.length), generator=generator)
+        labels = torch.randint(0, 2, (args.batch,), generator=generator) if args.model.startswith("bert") else ids
+        rows = rows or slice(None)
+        return {"input_ids": ids[rows].to(device), "labels": labels[rows].to(device)}
+
+    def step(inputs: dict[str, torch.Tensor]) -> None:
+        optimizer.zero_grad()
+        model(**inputs).loss.backward()
+        optimizer.step()
+
+    for _ in range(3):
+        step(batch(slice(rank * share, (rank + 1) * share)))
+    started = time.perf_counter()
+    state = gathered(model.module if args.engine == "ddp" else model)
+    if rank == 0 and args.method != "full":
+        adapter.save_pretrained(args.folder, state_dict=state)
+    saving = time.perf_counter() - started
+    del state
+    dist.barrier()
+
+    inputs = batch(slice(0, args.batch))  # weak scaling: each process a full batch
+    times = []
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()
+    for _ in range(args.steps):
+        if cuda:
+            torch.cuda.synchronize()
+        dist.barrier()
+        started = time.perf_counter()
+        step(inputs)
+        if cuda:
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - started)
+    peak = torch.tensor([torch.cuda.max_memory_allocated() if cuda else 0], dtype=torch.float64, device=device)
+    dist.all_reduce(peak, op=dist.ReduceOp.MAX)
+    if rank == 0:
+        result = {
+            "model": args.model,
+            "method": args.method,
+            "engine": args.engine,
+            "gpus": world,
+            "card": torch.cuda.get_device_name() if cuda else "CPU",
+            "step_seconds": statistics.median(times),
+            "samples_per_second": world * args.batch / statistics.median(times),
+            "peak_bytes_per_gpu": peak.item(),
+            "trainable_parameters": sum(p.numel() for p in trainable),
+            "save_seconds": saving,
+        }
+        Path(args.folder, "result.json").write_text(json.dumps(result))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def difference(one: Path, other: Path) -> float | None:
+    """The largest difference between the numbers of two saved adapters."""
+    from safetensors.torch import load_file
+
+    files = [folder / "adapter_model.safetensors" for folder in (one, other)]
+    if not all(file.exists() for file in files):
+        return None
+    a, b = (load_file(file) for file in files)
+    assert set(a) == set(b)
+    return max(float((a[k].double() - b[k].double()).abs().max()) for k in a)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gpus", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--models", nargs="+", default=["bert-large", "llama-1b"], choices=MODELS)
+    parser.add_argument("--engines", nargs="+", default=["ddp", "fsdp2"], choices=["ddp", "fsdp2"])
+    parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS)
+    parser.add_argument("--batch", type=int, default=16, help="samples per GPU in the timed steps")
+    parser.add_argument("--length", type=int, default=128)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--output", type=Path, default=Path("benchmarks/results/multi_gpu.json"))
+    for name in ("model", "method", "engine", "folder"):  # how this script calls itself
+        parser.add_argument(f"--{name}", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.folder:
+        run_worker(args)
+        return
+
+    results = []
+    with tempfile.TemporaryDirectory() as scratch:
+        for model in args.models:
+            for engine in args.engines:
+                for method in args.methods:
+                    folders = {}
+                    for gpus in args.gpus:
+                        folders[gpus] = Path(scratch, f"{model}-{engine}-{method}-{gpus}".replace(" ", "_"))
+                        folders[gpus].mkdir()
+                        command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={gpus}"]
+                        command += ["--master_port=29777", __file__, "--model", model, "--method", method]
+                        command += ["--engine", engine, "--folder", str(folders[gpus]), "--batch", str(args.batch)]
+                        command += ["--length", str(args.length), "--steps", str(args.steps)]
+                        done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+                        file = folders[gpus] / "result.json"
+                        if done.returncode or not file.exists():
+                            print(f"{model} {engine} {method} {gpus}: failed\n{done.stderr[-1500:]}", flush=True)
+                            continue
+                        result = json.loads(file.read_text())
+                        result["difference_to_first"] = difference(folders[args.gpus[0]], folders[gpus])
+                        results.append(result)
+                        print(json.dumps(result), flush=True)
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    args.output.write_text(json.dumps(results, indent=1))
+    print_table(results, args.gpus)
+
+
+def print_table(results: list[dict], gpus: list[int]) -> None:
+    first = {(r["model"], r["engine"], r["method"]): r for r in results if r["gpus"] == gpus[0]}
+    lora = {
+        (r["model"], r["engine"], r["gpus"]): efficiency(r, first) for r in results if r["method"].startswith("LoRA")
+    }
+    print(f"\n{results[0]['card'] if results else ''}")
+    header = f"{'model':<11}{'engine':<7}{'method':<16}{'GPUs':>5}{'ms/step':>9}{'samples/s':>11}{'efficiency':>11}"
+    print(header + f"{'of LoRA':>9}{'GB/GPU':>8}{'save s':>8}{'difference':>12}")
+    for r in results:
+        own = efficiency(r, first)
+        of_lora = own / lora.get((r["model"], r["engine"], r["gpus"]), float("nan"))
+        change = "-" if r["difference_to_first"] is None else f"{r['difference_to_first']:.1e}"
+        print(
+            f"{r['model']:<11}{r['engine']:<7}{r['method']:<16}{r['gpus']:>5}{1e3 * r['step_seconds']:>9.1f}"
+            f"{r['samples_per_second']:>11.1f}{own:>11.2f}{of_lora:>9.2f}{r['peak_bytes_per_gpu'] / 1e9:>8.2f}"
+            f"{r['save_seconds']:>8.2f}{change:>12}"
+        )
+
+
+def efficiency(result: dict, first: dict) -> float:
+    """Throughput per GPU against the smallest number of GPUs."""
+    base = first.get((result["model"], result["engine"], result["method"]))
+    if base is None:
+        return float("nan")
+    return result["samples_per_second"] / result["gpus"] / (base["samples_per_second"] / base["gpus"])
+
+
+if __name__ == "__main__":
+    main()
