@@ -168,7 +168,9 @@ class GradientListener:
             if layout is not None and out_axes[k] is None:
                 out_axes[k] = 0  # shared by the samples; expanded, so that each sends back a gradient of its own
                 leaves[i] = leaves[i].expand(self.samples, *leaves[i].shape[1:])
-            leaves[i] = self._with_gradient(leaves[i])
+            # one output may be computed from another (a router's scores from its logits): a view of each gets only the
+            # gradient that comes from outside
+            leaves[i] = self._with_gradient(leaves[i].view_as(leaves[i]))
             leaves[i].register_hook(partial(self._on_local_gradient, unit, call, k))
         return tree_unflatten(leaves, out_spec)
 

@@ -176,8 +176,11 @@ def layer_parameters(layers: Sequence[Layer]) -> list[dict[str, nn.Parameter]]:
     seen: set[int] = set()
     found = []
     for layer in layers:
-        own = {name: p for name, p in _base_parameters(layer.module) if id(p) not in seen}
-        seen |= {id(p) for p in own.values()}
+        own = {}
+        for name, p in _base_parameters(layer.module):
+            if id(p) not in seen:
+                seen.add(id(p))
+                own[name] = p
         found.append(own)
     return found
 

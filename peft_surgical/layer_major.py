@@ -220,13 +220,16 @@ class LayerMajorEngine(Engine):
     def _units_of(self, number: int, batch: Batch) -> list[Unit]:
         inside = set(self.task.layers[number].module.modules())
         mine = {id(p) for p in self.parameters[number].values()}
-        units = [u for u in self.units.find(batch) if any(id(p) in mine for p in u.parameters.values())]
-        for unit in units:
-            if unit.module not in inside:
+        units = []
+        for unit in self.units.find(batch):
+            belongs = {id(p) in mine for p in unit.parameters.values()}
+            if belongs != {unit.module in inside}:
                 raise ValueError(
-                    f"A parameter of {self.task.layers[number].path} is also used in {unit.name}, outside the layer, "
-                    "which the layer-major engine cannot handle. Use engine='hooks'."
+                    f"A parameter of {unit.name} is used in several layers, which the layer-major engine cannot handle. "
+                    "Use engine='hooks'."
                 )
+            if unit.module in inside:
+                units.append(unit)
         return units
 
 
