@@ -265,7 +265,7 @@ def _group_items(config: Any, stack: Stack, reference: int) -> list[Mapping]:
         )
     return [
         {"layers": f"0-{first - 1}", "tune": "frozen"},
-        {"layers": f"{first}-{second - 1}", "tune": "bitfit"},
+        {"layers": f"{first}-{second - 1}", "tune": config.group_2},
         {"layers": f"{second}-", "tune": "lora"},
     ]
 

@@ -6,7 +6,7 @@ Arora & Wang (2024), "SPAFIT: Stratified Progressive Adaptation Fine-tuning for 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -57,6 +57,11 @@ class StratifiedModel(DeltaTuner, LoraModel):  # type: ignore[misc]
     def _choose_tensors(self, config: Any, model: nn.Module) -> dict[str, list[str]]:
         config._owners = set()
         if not config.is_stratified:
+            if config.target_modules is None and not config.target_parameters:
+                raise ValueError(
+                    "StratifiedConfig does not say what to tune. Give n1=... and n2=..., or strata=[...], or "
+                    "target_modules=[...] for LoRA alone."
+                )
             _maybe_include_all_linear_layers(config, model)
             config._lora = {path for path, _ in base_modules("", model) if check_target_module_exists(config, path)}
             return {}
@@ -104,10 +109,16 @@ class StratifiedModel(DeltaTuner, LoraModel):  # type: ignore[misc]
             shapes[f"base_model.model.{path}.lora_B.weight"] = torch.Size((outputs, r))
         return shapes
 
-    def _is_known_tensor(self, model: nn.Module):
-        is_known = super()._is_known_tensor(model)
+    def _is_known_tensor(self, config: Any, model: nn.Module) -> Callable[[str], bool]:
+        is_known = super()._is_known_tensor(config, model)
         # tensors of LoRA's variants and on other modules; checked when the adapter is in place
         return lambda name: is_known(name) or f".{self.prefix}" in name
+
+    @classmethod
+    def _may_be_saved_along(cls, config: Any, model: nn.Module) -> Callable[[str], bool]:
+        is_known = super()._may_be_saved_along(config, model)
+        # LoRA alone may have PEFT's own bias="all", which trains the base's biases and saves them
+        return lambda name: is_known(name) or (name.endswith(".bias") and not config.is_stratified)
 
     def _unite_choice(self, united: Any, configs: Sequence[Any]) -> None:
         stratified = [config.is_stratified for config in configs]
@@ -224,14 +235,18 @@ class StratifiedModel(DeltaTuner, LoraModel):  # type: ignore[misc]
             adapter_names: The adapters; the active ones if None.
             safe_merge: Check that the merged values are finite first.
         """
-        merged = list(dict.fromkeys(name for m in self._tuner_layers() for name in m.merged_adapters))
-        names = list(adapter_names if adapter_names is not None else self.active_adapters)
+        # copies stand for the base's weights, to which LoRA adds: they go first
+        modules = sorted(self._tuner_layers(), key=lambda module: not isinstance(module, TunedModule))
+        merged = list(dict.fromkeys(name for module in modules for name in module.merged_adapters))
+        wanted = [list(adapter_names if adapter_names is not None else m.active_adapters) for m in modules]
+        if merged and not set().union(*wanted) - set(merged):
+            warnings.warn("All adapters are already merged, nothing to do.", stacklevel=2)
+            return
         if merged:  # start afresh, so that the order of merging makes no difference
             self.unmerge_adapter()
         self._check_merge_allowed()
-        # copies stand for the base's weights, to which LoRA adds: they go first
-        for module in sorted(self._tuner_layers(), key=lambda m: not isinstance(m, TunedModule)):
-            module.merge(safe_merge=safe_merge, adapter_names=[*merged, *(n for n in names if n not in merged)])
+        for module, names in zip(modules, wanted, strict=True):
+            module.merge(safe_merge=safe_merge, adapter_names=list(dict.fromkeys([*merged, *names])))
 
     def unmerge_adapter(self) -> None:
         """Give the base its own values back, bit for bit; quantised weights as nearly as PEFT can."""

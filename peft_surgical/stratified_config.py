@@ -36,6 +36,7 @@ class StratifiedConfig(DeltaConfig, LoraConfig):
     Args:
         n1: The index of the last layer of group 1, inclusive, or the fraction of the depth where the group ends.
         n2: Likewise for group 2.
+        group_2: How group 2 is tuned: `"bitfit"`, as in the paper, or `"norm"`, for models without bias terms.
         strata: The strata. `tune` is `"frozen"`, `"bitfit"` (all bias terms), `"norm"` (weights and biases of norms),
             `"lora"` or `"full"` (all weights). A stratum with LoRA may name its own `"target_modules"` and `"bias"`. A
             dict of lists by stack for models with several stacks; stacks that are not named stay frozen.
@@ -43,7 +44,7 @@ class StratifiedConfig(DeltaConfig, LoraConfig):
             and value, `"II"` (the default) for the attention's output too.
         bias_beside_lora: The bias terms that are trained in a stratum with LoRA: those of the `"other"` sub-layers,
             the ones without LoRA (SPAFIT's choice), of `"all"`, or `"none"`. `LoraConfig.bias` is another thing, which
-            changes the base model, and must stay `"none"`.
+            changes the base model, and must stay `"none"` here.
         add_bias: Whether linear modules without a bias get one, zero at the start, where biases are tuned.
         init_weights: False starts off the base's values. For tests only.
         ranking_record: How the layers were chosen: the ranking, as plain data. Set by `by_ranking`.
@@ -68,6 +69,7 @@ class StratifiedConfig(DeltaConfig, LoraConfig):
 
     n1: int | float | None = field(default=None, metadata={"help": "Last layer of group 1, or fraction of the depth."})
     n2: int | float | None = field(default=None, metadata={"help": "Last layer of group 2, or fraction of the depth."})
+    group_2: str = field(default="bitfit", metadata={"help": "What group 2 tunes: 'bitfit' or 'norm'."})
     strata: Any = field(default=None, metadata={"help": "The strata: a list of dicts, or such lists by stack."})
     variant: str | None = field(default=None, metadata={"help": "'I': LoRA on query, key, value; 'II': output too."})
     bias_beside_lora: str = field(
@@ -93,19 +95,11 @@ class StratifiedConfig(DeltaConfig, LoraConfig):
             check_form(self.strata)
         if self.is_stratified:
             self._refuse_options_for_all_layers()
-        elif self.target_modules is None and not self.target_parameters:
-            raise ValueError(
-                "StratifiedConfig does not say what to tune. Give n1=... and n2=..., or strata=[...], or "
-                "target_modules=[...] for LoRA alone."
-            )
         elif self.variant is not None or self.add_bias:
             option = "variant" if self.variant is not None else "add_bias"
             raise ValueError(f"{option}={getattr(self, option)!r} has no meaning without n1 and n2, or strata.")
-        if self.bias != "none":
-            raise ValueError(
-                f"bias={self.bias!r} would train the base model's own biases, in all layers. Use "
-                f"bias_beside_lora={'all' if self.bias == 'all' else 'other'!r}, or a 'bias' in each stratum."
-            )
+        if self.group_2 not in ("bitfit", "norm"):
+            raise ValueError(f"group_2={self.group_2!r}: allowed are 'bitfit' and 'norm'.")
         if self.bias_beside_lora not in BIASES:
             raise ValueError(f"bias_beside_lora={self.bias_beside_lora!r}: allowed are {', '.join(BIASES)}.")
         if self.variant is not None and self.variant not in VARIANTS:
@@ -125,6 +119,11 @@ class StratifiedConfig(DeltaConfig, LoraConfig):
         return self.strata is not None or self.n1 is not None
 
     def _refuse_options_for_all_layers(self) -> None:
+        if self.bias != "none":
+            raise ValueError(
+                f"bias={self.bias!r} would train the base model's own biases, in all layers. Use "
+                f"bias_beside_lora={'all' if self.bias == 'all' else 'other'!r}, or a 'bias' in each stratum."
+            )
         for name in ("layers_to_transform", "layers_pattern", "layer_replication", "target_parameters"):
             if getattr(self, name):
                 raise ValueError(

@@ -121,8 +121,8 @@ def _nothing_to_tune(stratum: Stratum, layer: Layer) -> str:
     hint = "Leave the layer frozen, or drop what excludes its modules."
     if stratum.tune == "bitfit":
         hint = (
-            'Tune its norms instead ({"layers": ..., "tune": "norm"} in strata), or give its linear modules biases '
-            "that start at zero (add_bias=True)."
+            'Tune its norms instead (group_2="norm" beside n1 and n2, or {"layers": ..., "tune": "norm"} in strata), '
+            "or give its linear modules biases that start at zero (add_bias=True)."
         )
     return f"Layer {layer.index} of the {stratum} has no {what} to tune. {hint}"
 

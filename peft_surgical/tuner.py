@@ -65,7 +65,9 @@ class DeltaTuner(BaseTuner):
         elif peft_config.check_base:
             check_base(peft_config.base, model, tensors)
         if (file := peft_config.weights_file()) is not None:
-            check_file(file, self._expected_tensors(peft_config, model), is_known=self._is_known_tensor(model))
+            check_file(
+                file, self._expected_tensors(peft_config, model), is_known=self._is_known_tensor(peft_config, model)
+            )
 
     def _touched_tensors(self, config: Any, model: nn.Module) -> dict[str, torch.Tensor]:
         """The base's original values of the tensors that the adapter changes, by name."""
@@ -91,8 +93,13 @@ class DeltaTuner(BaseTuner):
             shapes[f"base_model.model.{name}"] = shape
         return shapes
 
-    def _is_known_tensor(self, model: nn.Module) -> Callable[[str], bool]:
+    def _is_known_tensor(self, config: Any, model: nn.Module) -> Callable[[str], bool]:
         """Tells which tensors an adapter's file may hold besides the expected ones."""
+        return self._may_be_saved_along(config, model)
+
+    @classmethod
+    def _may_be_saved_along(cls, config: Any, model: nn.Module) -> Callable[[str], bool]:
+        """Tells which tensors of the base PEFT may save with an adapter."""
         return embedding_tensors(model).__contains__
 
     # ---- changing the model
@@ -360,7 +367,7 @@ class DeltaTuner(BaseTuner):
             {name: torch.Size(tensor.shape) for name, tensor in remapped.items()},
             cls._wanted_shapes(config, adapter_name, live),
             source=f"The state for adapter {adapter_name!r}",
-            is_known=embedding_tensors(model).__contains__,
+            is_known=cls._may_be_saved_along(config, model),
         )
         # PEFT may assign what it loads, which would bring the file's dtype into the model
         return {name: tensor.to(live[name].dtype) if name in live else tensor for name, tensor in remapped.items()}

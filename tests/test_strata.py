@@ -74,6 +74,11 @@ def test_strata_are_stored_in_the_config_and_mean_the_same_when_read_again():
     assert strata_of(build("bert"), strata=config.strata) == config.strata
 
 
+def test_group_2_may_tune_norms_instead_of_bias_terms():
+    strata = strata_of(build("llama"), n1=0, n2=1, group_2="norm")
+    assert [stratum["tune"] for stratum in strata] == ["frozen", "norm", "lora"]
+
+
 def test_variant_two_is_the_default():
     assert strata_of(build("bert"), n1=0, n2=1)[-1]["target_modules"] == BERT_II
 

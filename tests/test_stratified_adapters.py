@@ -196,6 +196,15 @@ def test_merge_and_unload_gives_a_plain_model(family, name, tmp_path):
         assert merged.state_dict().keys() == build(family).state_dict().keys()
 
 
+def test_merging_twice_warns_and_changes_nothing():
+    model, _ = resident(["all", "mixed"])
+    model.merge_adapter()
+    merged = logits(model)
+    with pytest.warns(UserWarning, match="already merged"):
+        model.merge_adapter()
+    assert torch.equal(logits(model), merged)
+
+
 def test_a_failed_check_of_merged_values_leaves_the_base_alone():
     model, before = resident(["all"])
     with torch.no_grad():

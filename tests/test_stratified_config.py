@@ -46,7 +46,6 @@ def test_every_option_of_lora_config_is_there():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({}, "does not say what to tune"),
         ({"n1": 0, "n2": 1, "strata": [{"layers": "all", "tune": "full"}]}, "n1=0, n2=1 and strata=.*Drop one"),
         ({"n1": 0, "n2": 1, "layers_to_transform": [3]}, "layers_to_transform=.*n1, n2.*Drop one"),
         ({"strata": [{"layers": "all", "tune": "full"}], "layer_replication": [[0, 1]]}, "layer_replication.*strata"),
@@ -54,6 +53,7 @@ def test_every_option_of_lora_config_is_there():
         ({"n1": 0, "n2": 1, "bias": "all"}, "bias='all'.*base model's own.*bias_beside_lora='all'"),
         ({"n1": 0, "n2": 1, "bias": "lora_only"}, "bias='lora_only'.*bias_beside_lora"),
         ({"n1": 0, "n2": 1, "bias_beside_lora": "lora_only"}, "allowed are other, all, none"),
+        ({"n1": 0, "n2": 1, "group_2": "full"}, "allowed are 'bitfit' and 'norm'"),
         ({"n1": 0, "n2": 1, "variant": "III"}, "allowed are I, II"),
         ({"n1": 0, "n2": 1, "variant": "I", "target_modules": ["query"]}, "variant and target_modules.*Drop one"),
         ({"target_modules": ["query"], "variant": "I"}, "variant='I' has no meaning"),
@@ -63,6 +63,11 @@ def test_every_option_of_lora_config_is_there():
 def test_options_that_contradict_one_another_are_refused_by_name(options, message):
     with pytest.raises(ValueError, match=message):
         StratifiedConfig(**options)
+
+
+def test_a_config_that_says_nothing_is_refused_when_it_meets_a_model():
+    with pytest.raises(ValueError, match="does not say what to tune"):
+        get_peft_model(build("bert"), StratifiedConfig())
 
 
 def test_dora_on_modules_whose_bias_is_trained_is_refused():
@@ -201,6 +206,12 @@ def test_a_model_can_be_copied_and_pickled():
     for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         with torch.no_grad():
             assert torch.equal(again(ids).logits, model(ids).logits)
+
+
+def test_target_modules_alone_may_have_the_bias_option_of_peft():
+    model = get_peft_model(build("bert"), StratifiedConfig(target_modules=["query"], r=2, bias="lora_only"))
+    trained = {name.rpartition(".")[2] for name, p in model.named_parameters() if p.requires_grad}
+    assert trained == {"weight", "bias"}
 
 
 def test_target_modules_alone_are_plain_lora():
