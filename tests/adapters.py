@@ -50,8 +50,12 @@ def attention(family: str) -> list[str]:
         "bert": ["query", "value"],
         "gpt2": ["c_attn"],
         "t5": ["q", "v"],
-        "vit": ["q_proj", "v_proj"] if hasattr(build("vit").vit.layers[0].attention, "q_proj") else ["query", "value"],
+        "vit": ["q_proj", "v_proj"] if _has("vit", "q_proj") else ["query", "value"],
     }.get(family, ["q_proj", "v_proj"])
+
+
+def _has(family: str, name: str) -> bool:
+    return any(path.endswith(f".{name}") for path, _ in build(family).named_modules())
 
 
 def make(method: str, family: str, layers: Iterable[int], *, name: str = "default", seed: int = 1, **options):

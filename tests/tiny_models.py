@@ -150,6 +150,11 @@ def batch(family: str, n: int = 4, length: int = 7, *, seed: int = 0, labels: bo
     return out
 
 
+def hidden_states(output: torch.Tensor | tuple) -> torch.Tensor:
+    """What a layer returned: a tensor, or a tuple that begins with it (transformers 4)."""
+    return output[0] if isinstance(output, tuple) else output
+
+
 class TwoTowers(nn.Module):
     """A toy multimodal model: a vision tower of 2 layers and a language model of 4."""
 
