@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from click.core import ParameterSource
 from rich.console import Console
 
 from peft_surgical.commands import options
@@ -162,7 +161,8 @@ def _job(ctx: typer.Context, resume: bool) -> TrainingJob:
     fields["text_columns"] = tuple(fields["text_columns"] or ())
     fields["layers"] = options.parse_layers(fields["layers"])
     if resume and (Path(fields["output"]) / JOB_FILE).exists():
-        given = {n: v for n, v in fields.items() if ctx.get_parameter_source(n) == ParameterSource.COMMANDLINE}
+        # by name: typer may carry its own copy of click
+        given = {n: v for n, v in fields.items() if getattr(ctx.get_parameter_source(n), "name", "") == "COMMANDLINE"}
         fields = {**dataclasses.asdict(TrainingJob.load(fields["output"])), **given}
     return TrainingJob(**fields)
 

@@ -13,7 +13,7 @@ from datasets import Dataset
 from torch import nn
 from transformers import TrainerCallback
 
-from peft_surgical.layers import find_stacks
+from peft_surgical.layers import choose_stack, find_stacks
 from peft_surgical.ranking import LayerRanking
 from peft_surgical.training.folder import (
     CHECKPOINTS,
@@ -67,6 +67,7 @@ class TrainingRun:
             raise ValueError(
                 f"--metric {self.metric}: for {self.prepared.task.kind} allowed are {', '.join(allowed)}."
             )
+        _check_top_k(job, self.prepared.model)
         self.total_parameters = sum(p.numel() for p in self.prepared.model.parameters())
         self.ranking: LayerRanking | None = None
         self.seconds: dict[str, float] = {}
@@ -195,6 +196,15 @@ def train(job: TrainingJob, *, resume: bool = False, overwrite: bool = False) ->
     run.rank()
     run.fit()
     return run.finish()
+
+
+def _check_top_k(job: TrainingJob, model: nn.Module) -> None:
+    if job.top_k is not None:
+        stack = choose_stack(model, job.stack)
+        if not 1 <= job.top_k <= len(stack):
+            raise ValueError(
+                f"--top-k {job.top_k}: {stack.name} has {len(stack)} layers; allowed are 1 to {len(stack)}."
+            )
 
 
 def tuned_layers(model: nn.Module) -> dict[str, list[int]]:
