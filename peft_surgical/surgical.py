@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from peft.tuners.tuners_utils import (
     BaseTunerLayer,
     _ExcludedModule,
@@ -16,8 +18,10 @@ from peft.tuners.tuners_utils import (
 from torch import nn
 
 from peft_surgical.config import DeltaConfig
+from peft_surgical.dequantised_module import DequantisedModule
 from peft_surgical.hotswap import swap_in
 from peft_surgical.layers import Layer, LayerSpec, plain_layers, resolve_layers, unwrap
+from peft_surgical.quantised import can_be_dequantised, is_quantised
 from peft_surgical.registration import add_peft_type, register_hotswap, register_method
 from peft_surgical.tuned_module import TunedModule, TunedOwner
 from peft_surgical.tuner import DeltaTuner, _Matching
@@ -42,6 +46,8 @@ class SurgicalConfig(DeltaConfig):
         extra_modules: Modules outside the layers that are tuned like them, by their path, e.g. `["bert.pooler"]`.
         modules_to_save: Further modules to train in full and to save, as in `LoraConfig`. The head of a task with
             labels is among them by itself.
+        dequantize: Whether a quantised linear module in the chosen layers gets copies in the dtype that it was
+            quantised from. If not, it is an error.
         init_weights: False starts the copies off the base's values. For tests only.
         ranking_record: How the layers were chosen: the ranking, as plain data. Set when the adapter is made.
 
@@ -70,6 +76,7 @@ class SurgicalConfig(DeltaConfig):
     )
     extra_modules: list[str] | None = field(default=None, metadata={"help": "Modules outside the layers, by path."})
     modules_to_save: list[str] | None = field(default=None, metadata={"help": "Further modules to train in full."})
+    dequantize: bool = field(default=False, metadata={"help": "Whether quantised modules get plain copies."})
     init_weights: bool = field(default=True, metadata={"help": "False starts off the base's values, for tests."})
     ranking_record: dict | None = field(default=None, metadata={"help": "How the layers were chosen."})
 
@@ -135,10 +142,34 @@ class SurgicalModel(DeltaTuner):
             for unit, names in units(path, _module_at(path, model)):
                 if not matches_any(unit, config.modules_to_save):
                     chosen.setdefault(unit, names)
-        if not all(parameter.is_meta for parameter in model.parameters()):  # else nothing is to be trained, only named
-            for path in chosen:
-                _check_trainable(path, bottom(model.get_submodule(path)))
+        is_dry_run = all(parameter.is_meta for parameter in model.parameters())  # nothing is to be trained, only named
+        for path in chosen:
+            module = model.get_submodule(path)
+            if _is_quantised(module):
+                chosen[path] = _check_dequantisable(path, bottom(module), config)
+            elif not is_dry_run:
+                _check_has_values(path, bottom(module))
         return chosen
+
+    def _touched_tensors(self, config: SurgicalConfig, model: nn.Module) -> dict[str, torch.Tensor]:
+        plain = copy.copy(config)  # what is quantised has no values that hold on the same base in another form
+        plain._units = {
+            path: [n for n in names if n != "weight" or not _is_quantised(model.get_submodule(path))]
+            for path, names in config._units.items()
+        }
+        return super()._touched_tensors(plain, model)
+
+    def _expected_tensors(self, config: SurgicalConfig, model: nn.Module) -> dict[str, torch.Size]:
+        shapes = super()._expected_tensors(config, model)
+        for path in config._units:
+            module: Any = bottom(model.get_submodule(path))
+            if is_quantised(module):
+                key = f"base_model.model.{path}.{self.tuned_module_cls.adapter_layer_names[0]}.weight"
+                shapes[key] = torch.Size((module.out_features, module.in_features))
+        return shapes
+
+    def _tuned_module_cls_for(self, module: nn.Module) -> type[TunedModule]:
+        return DequantisedModule if is_quantised(module) else self.tuned_module_cls
 
     def _choose_layers(self, config: SurgicalConfig, model: nn.Module) -> list[Layer]:
         if config.ranking is not None and config.top_k is not None:
@@ -242,25 +273,36 @@ def _names_inside(layers: list[Layer]) -> list[str]:
     return sorted(names)
 
 
-def _check_trainable(path: str, module: nn.Module) -> None:
+def _is_quantised(module: nn.Module) -> bool:
+    return isinstance(innermost_tuned(module), DequantisedModule) or is_quantised(bottom(module))
+
+
+def _check_has_values(path: str, module: nn.Module) -> None:
     """Refuse tensors that cannot be trained, before the model is changed."""
-    if hasattr(module, "qweight") or hasattr(module, "W_q"):
-        raise _quantised(path, module)
     for name, parameter in module.named_parameters():
         if parameter.device.type == "meta":
             raise ValueError(
                 f"{path}.{name} has no values: it is on the meta device or offloaded, and training it would change "
                 "nothing. Load the model without device_map offloading, or choose other layers."
             )
-        if not (parameter.is_floating_point() or parameter.is_complex()):
-            raise _quantised(path, module)
+    if inner := [child for child in module.modules() if is_quantised(child)]:
+        raise _quantised(path, inner[0], "narrow the choice")
 
 
-def _quantised(path: str, module: nn.Module) -> ValueError:
+def _check_dequantisable(path: str, module: nn.Module, config: SurgicalConfig) -> list[str]:
+    """The tensors of a quantised module that get a copy; an error if it may or can have none."""
+    if not config.dequantize:
+        raise _quantised(path, module, "set dequantize=True to train copies in full precision, choose other layers")
+    if not can_be_dequantised(module):
+        raise _quantised(path, module, "choose other layers (how to dequantise this module is not known)")
+    return ["weight"] if getattr(module, "bias", None) is None else ["weight", "bias"]
+
+
+def _quantised(path: str, module: nn.Module, way_out: str) -> ValueError:
     return ValueError(
-        f"{path} is a quantised {type(module).__name__}, and quantised weights cannot be trained in full. Choose "
-        "other layers (quantised frozen layers are fine), narrow the choice with target_modules or exclude_modules, "
-        "or leave the chosen layers out of the quantisation (llm_int8_skip_modules)."
+        f"{path} is a quantised {type(module).__name__}, and quantised weights cannot be trained in full. Either "
+        f"{way_out} (quantised frozen layers are fine), narrow the choice with target_modules or exclude_modules, or "
+        "leave the chosen layers out of the quantisation (llm_int8_skip_modules)."
     )
 
 

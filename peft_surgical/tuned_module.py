@@ -129,10 +129,11 @@ class TunedModule(nn.Module, BaseTunerLayer):
             base = self.base_tensor(name)
             value = self._originals.get(name, base).detach()
             if isinstance(base, nn.Parameter):
-                if id(base) not in shared:
+                key = self._identity(name)
+                if key not in shared:
                     value = value.clone() if init_weights else value + 0.1 * torch.randn_like(value)
-                    shared[id(base)] = nn.Parameter(value)
-                copies[name] = shared[id(base)]
+                    shared[key] = nn.Parameter(value)
+                copies[name] = shared[key]
             else:
                 copies[name] = value.clone()
         self.put(adapter_name, copies)
@@ -208,10 +209,10 @@ class TunedModule(nn.Module, BaseTunerLayer):
     def _combine(self, copies: Mapping[str, Sequence[torch.Tensor]]) -> dict[str, torch.Tensor]:
         combined = {}
         for name, tensors in copies.items():
-            base = self.original(name)
-            if len(tensors) == 1 or not base.is_floating_point():
-                combined[name] = tensors[-1].to(base.dtype)
+            if len(tensors) == 1 or not tensors[-1].is_floating_point():
+                combined[name] = tensors[-1].to(self._dtype_of(name))
             else:
+                base = self.original(name)
                 start = base.detach().to(torch.promote_types(base.dtype, torch.float32))
                 combined[name] = (start + sum(t.to(start.dtype) - start for t in tensors)).to(base.dtype)
         return combined
@@ -224,6 +225,13 @@ class TunedModule(nn.Module, BaseTunerLayer):
         """The tensor that the base has at present; while an adapter is merged, with the adapter's values."""
         path, _, attribute = name.rpartition(".")
         return getattr(self.base_layer.get_submodule(path), attribute)
+
+    def _identity(self, name: str) -> int:
+        """What is the same for tensors that are tied in the base, and for no others."""
+        return id(self.base_tensor(name))
+
+    def _dtype_of(self, name: str) -> torch.dtype:
+        return self.original(name).dtype
 
     # parents may read `module.weight`, or anything else, instead of calling the module
 
@@ -267,11 +275,14 @@ class TunedModule(nn.Module, BaseTunerLayer):
                         f"NaNs detected in the merged weights. The adapter {names[0]} seems to be broken: "
                         f"{name} of {type(self.base_layer).__name__} has values that are not finite."
                     )
-            for name, value in merged.items():
-                base = self.base_tensor(name)
-                self._originals.setdefault(name, base.data)
-                base.data = value
+            self._put_into_base(merged)
         self.merged_adapters.extend(names)
+
+    def _put_into_base(self, merged: Mapping[str, torch.Tensor]) -> None:
+        for name, value in merged.items():
+            base = self.base_tensor(name)
+            self._originals.setdefault(name, base.data)
+            base.data = value
 
     def unmerge(self) -> None:
         """Give the base its own values back, bit for bit."""

@@ -140,16 +140,20 @@ class DeltaTuner(BaseTuner):
         elif is_owner:
             tuned = self.tuned_owner_cls.attach(target, adapter_name, names, **options)
         elif isinstance(target, BaseTunerLayer):  # another kind of adapter is outside, and stays there
-            tuned = self.tuned_module_cls(target.base_layer, adapter_name, names, **options)  # type: ignore[arg-type, attr-defined]
+            inner: Any = target.base_layer  # type: ignore[attr-defined]
+            tuned = self._tuned_module_cls_for(inner)(inner, adapter_name, names, **options)
             target.base_layer = tuned  # type: ignore[attr-defined]
         else:
-            tuned = self.tuned_module_cls(target, adapter_name, names, **options)
+            tuned = self._tuned_module_cls_for(target)(target, adapter_name, names, **options)
             setattr(parent, target_name, tuned)
         # a module that was wrapped just now has the new adapter active, which the tuner may not
         tuned.tuned[adapter_name].requires_grad_(
             adapter_name in self.active_adapters and not peft_config.inference_mode
         )
         tuned._active_adapter = list(self.active_adapters)
+
+    def _tuned_module_cls_for(self, module: nn.Module) -> type[TunedModule]:
+        return self.tuned_module_cls
 
     def inject_adapter(self, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
         if hasattr(nn.ModuleDict(), adapter_name) or "." in adapter_name:
@@ -321,13 +325,16 @@ class DeltaTuner(BaseTuner):
                 continue
             done.append(name)
             parent, _, child_name = _get_submodules(self.model, name)
-            if hasattr(module, "unload_and_optionally_merge_module"):
+            if isinstance(module, AuxiliaryTrainingWrapper) and not merge:
+                plain = module.original_module  # PEFT itself would leave the trained head in the base
+            elif hasattr(module, "unload_and_optionally_merge_module"):
                 plain = module.unload_and_optionally_merge_module(
                     merge=merge, safe_merge=safe_merge, adapter_names=adapter_names
                 )
             else:
                 plain = module.get_base_layer()
             setattr(parent, child_name, plain)
+        self._sync_labels(enabled=merge)
         if hasattr(self.model, "peft_config"):
             del self.model.peft_config
         return self.model
