@@ -18,12 +18,12 @@ class DequantisedModule(TunedModule):
     Without an adapter the quantised module computes, as before.
     """
 
-    def _set_base_layer(self, base_layer: nn.Module) -> None:
+    def _set_base_layer(self, base_layer: Any) -> None:
         super()._set_base_layer(base_layer)
         self._quantised: Any = (base_layer,)  # stays here while a merged module stands in; a tuple is no child
-        bias = getattr(base_layer, "bias", None)
         self._dtype = dequantised_weight(base_layer).dtype
-        self._skeleton = (_Linear(base_layer.in_features, base_layer.out_features, bias is not None),)
+        has_bias = getattr(base_layer, "bias", None) is not None
+        self._skeleton = (_Linear(base_layer.in_features, base_layer.out_features, has_bias),)
 
     def module_for(self, adapters: Iterable[str]) -> Any:
         present = [name for name in adapters if name in self.tuned]
@@ -44,7 +44,8 @@ class DequantisedModule(TunedModule):
 
     def _put_into_base(self, merged: Mapping[str, torch.Tensor]) -> None:
         bias = merged.get("bias", self._quantised[0].bias)
-        linear = nn.Linear(self.in_features, self.out_features, bias is not None, "meta")
+        out_features, in_features = merged["weight"].shape
+        linear = nn.Linear(in_features, out_features, bias is not None, device="meta")
         linear.weight = nn.Parameter(merged["weight"], requires_grad=False)
         if bias is not None:
             linear.bias = nn.Parameter(bias.detach(), requires_grad=False)

@@ -25,7 +25,7 @@ from peft_surgical.quantised import can_be_dequantised, is_quantised
 from peft_surgical.registration import add_peft_type, register_hotswap, register_method
 from peft_surgical.tuned_module import TunedModule, TunedOwner
 from peft_surgical.tuner import DeltaTuner, _Matching
-from peft_surgical.units import bottom, matches_any, own_tensor_names, units
+from peft_surgical.units import bottom, innermost_tuned, matches_any, own_tensor_names, units
 
 
 @dataclass
