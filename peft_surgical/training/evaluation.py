@@ -16,7 +16,7 @@ from peft_surgical.training.folder import METRICS_FILE
 from peft_surgical.training.held_out import divide
 from peft_surgical.training.job import TrainingJob
 from peft_surgical.training.loading import load_tokenizer, load_trained
-from peft_surgical.training.metrics import compute_metrics
+from peft_surgical.training.metrics import compute_metrics, require_metrics
 from peft_surgical.training.prepare import max_length
 from peft_surgical.training.splits import find_split, read_splits
 from peft_surgical.training.tasks import Task, encode, make_task
@@ -82,6 +82,7 @@ def evaluate(
     Raises:
         ValueError: The folder is not that of a finished run, or the data do not fit it.
     """
+    require_metrics()
     job = TrainingJob.load(folder)
     file = Path(folder) / METRICS_FILE
     if not file.exists():

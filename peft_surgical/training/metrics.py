@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -39,6 +40,16 @@ def compute_metrics(outputs: Any, targets: Any) -> dict[str, float]:
     if np.issubdtype(targets.dtype, np.floating):
         return _compare_amounts(outputs.reshape(len(targets)), targets)
     return _compare_classes(outputs.argmax(-1), targets, classes=outputs.shape[-1])
+
+
+def require_metrics() -> None:
+    """Make sure that the metrics can be computed, before anything takes time.
+
+    Raises:
+        ImportError: scikit-learn is not installed.
+    """
+    if find_spec("sklearn") is None:
+        raise ImportError("The metrics are scikit-learn's, which is not installed: pip install scikit-learn")
 
 
 def _compare_classes(predicted: np.ndarray, targets: np.ndarray, classes: int) -> dict[str, float]:

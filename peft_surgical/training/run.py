@@ -26,7 +26,7 @@ from peft_surgical.training.folder import (
 )
 from peft_surgical.training.job import TrainingJob
 from peft_surgical.training.methods import METHODS
-from peft_surgical.training.metrics import METRICS
+from peft_surgical.training.metrics import METRICS, require_metrics
 from peft_surgical.training.model_card import write_model_card
 from peft_surgical.training.prepare import max_length, prepare, rank
 from peft_surgical.training.processes import this_process
@@ -59,6 +59,7 @@ class TrainingRun:
         self.folder = Path(job.output)
         self.callbacks = callbacks
         self.resume = resume
+        require_metrics()
         check_folder(job, resume=resume, overwrite=overwrite)
         self.prepared = prepare(job)
         self.metric = job.metric or METRICS[self.prepared.task.kind][0]
