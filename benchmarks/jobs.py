@@ -153,19 +153,25 @@ def rank_job(place: Place, job: Job) -> None:
     known = place.rankings(job.task, job.seed)
     features = place.rows(job.task).train.to("cpu").features()
     model = place.load(job.task, job.seed)
+    errors = []
     for score in job.items:
         if score in known:
             continue
         name, seed = (score, job.seed)
         if score.startswith("random"):
             name, seed = "random", job.seed * RANDOM_DRAWS + int(score.removeprefix("random"))
+        options = {"num_samples": criteria.SAMPLES.get(score, 100), "seed": seed, "progress": False}
         began = time.perf_counter()
-        ranking = rank_layers(
-            model, features, score=name, seed=seed, num_samples=criteria.SAMPLES.get(score, 100), progress=False
-        )
+        try:
+            ranking = rank_layers(model, features, score=name, **options)
+        except Exception as error:  # the other scores do not depend on it
+            errors.append(f"{score}: {type(error).__name__}: {error}")
+            continue
         seconds = time.perf_counter() - began
         known[score] = {"order": ranking.order, **ranking.to_dict(), "seconds": seconds, **surroundings(place)}
         write(place.ranking_file(job.task, job.seed), known)
+    if errors:
+        raise RuntimeError("; ".join(errors))
 
 
 def track_job(place: Place, job: Job) -> None:

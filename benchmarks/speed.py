@@ -21,8 +21,10 @@ def check(place: Place, processes: Sequence[int]) -> None:
     """Compare training by CUDA graphs with plain steps, and count steps for several numbers of processes."""
     print(surroundings(place), flush=True)
     graphs_too = (False, True) if place.device == "cuda" else (False,)
-    for graphs in graphs_too:
-        print("with CUDA graphs:" if graphs else "plain steps:     ", "losses", _losses(place, graphs), flush=True)
+    losses = [_losses(place, graphs) for graphs in graphs_too]
+    print("losses by plain steps, and by CUDA graphs:", losses, flush=True)
+    apart = max(abs(a / b - 1) for x, y in zip(losses[0], losses[-1], strict=True) for a, b in zip(x, y, strict=True))
+    print(f"{'they agree' if apart < 0.02 else 'THEY DIFFER'}: {apart:.2%} apart at most", flush=True)
     for task in ("cola", "rte"):
         for graphs, count in ((False, 1), (True, 1), (True, 3), (True, 5)):
             if graphs in graphs_too:

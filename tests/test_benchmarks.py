@@ -22,8 +22,8 @@ from peft_surgical.ranking import rank_layers
 
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
-criteria, jobs, methods, models, plans, run, scheduler, speed, tasks, training = (
-    __import__(name) for name in "criteria jobs methods models plans run scheduler speed tasks training".split()
+criteria, jobs, methods, models, plans, plots, run, scheduler, tables, tasks, training = (
+    __import__(name) for name in "criteria jobs methods models plans plots run scheduler tables tasks training".split()
 )
 
 WORDS = [f"w{i}" for i in range(90)]
@@ -297,7 +297,7 @@ def test_sketched_gradients_are_exact_where_matrices_are_small(place):
         torch.testing.assert_close(sketches[module][0], torch.stack(expected), rtol=1e-3, atol=1e-6)
 
 
-def test_moments_give_the_librarys_fisher_and_coherence_is_unbiased(place, monkeypatch):
+def test_moments_give_the_librarys_fisher(place, monkeypatch):
     rows, model = loaded(place, "cola")
     monkeypatch.setattr(criteria, "warm_head", lambda model, rows, seed: copy.deepcopy(model))
     options = {"num_samples": 20, "progress": False}
@@ -347,6 +347,17 @@ def test_the_whole_runs_once_and_is_not_repeated(place, monkeypatch):
     made = json.loads((results / "runs/copa" / f"{methods.layers_name(ranked[:2])}_5e-05_s0.json").read_text())
     assert made["metric"] == "accuracy"
     assert made["validation"]["accuracy"] in [i / 20 for i in range(21)]
+
+    page = place / "page.md"
+    page.write_text("before\n<!-- table lodha -->\nold\n<!-- end -->\nafter\n")
+    monkeypatch.setattr(plots, "PLOTS", {name: plots.PLOTS[name] for name in ("lodha-relative", "tracked")})
+    tables.main(["results", "--results", str(place), "--page", str(page)])
+    plots.main(["results", "--results", str(place), "--figures", str(place / "figures")])
+    row = next(line for line in page.read_text().splitlines() if "Fisher, top 2" in line)
+    assert f"{100 * made['validation']['accuracy']:.1f}" in row
+    assert "old" not in page.read_text()
+    assert page.read_text().endswith("<!-- end -->\nafter\n")
+    assert len(list((place / "figures").glob("*.png"))) == 2
 
 
 def test_jobs_are_begun_in_order_as_long_as_they_end_in_time():
