@@ -55,11 +55,13 @@ class Row:
         method: What the table calls it.
         run: The method.
         rounds: How often it runs; slow ones run once.
+        comparable: Whether its scores should be those of the others.
     """
 
     method: str
     run: Method
     rounds: int
+    comparable: bool = True
     seconds: list[float] = field(default_factory=list)
     peak: float = float("nan")
     error: float | None = None
@@ -71,7 +73,6 @@ class Row:
 
 
 FLOOR, SORTED_FLOOR = "forward + backward, padded", "forward + backward, sorted"
-PUBLISHED = "published loop (another quantity)"
 
 
 def rows_of(setting: Setting, quick: bool) -> list[Row]:
@@ -79,7 +80,7 @@ def rows_of(setting: Setting, quick: bool) -> list[Row]:
     rows = [Row(SORTED_FLOOR, floor_sorted, setting.rounds)]
     if setting.mixed:
         rows.insert(0, Row(FLOOR, floor_padded, setting.rounds))
-    rows += [Row(name, run, setting.rounds) for name, run in our_rows(setting)]
+    rows += [Row(name, run, setting.rounds, "trace" not in name) for name, run in our_rows(setting)]
     return rows if quick or not setting.rivals else rows + list(other_rows(setting))
 
 
@@ -102,13 +103,13 @@ def other_rows(setting: Setting) -> Iterator[Row]:
     gpu, causal, full = setting.device == "cuda", MODELS[setting.model].causal, setting.dtype == torch.float32
     once, few = (1, 2) if gpu else (setting.rounds, 1)
     if full and not causal:
-        yield Row(PUBLISHED, published_loop, once)
+        yield Row("published loop (another quantity)", published_loop, once, comparable=False)
     yield Row("loop over samples", naive_loop, once)
-    if not causal:
+    if "llama" not in setting.model:
         yield Row("vmap(grad), 8 at a time", vmap_of_grad, few if gpu else setting.rounds)
     if full and not causal:
         yield Row("Opacus, 8 at a time", opacus, few)
-        yield Row("BackPACK, 8 at a time, Linear only", backpack, few)
+        yield Row("BackPACK, 8 at a time, Linear only", backpack, few, comparable=False)
 
 
 def with_float32_products(case: Case) -> list[float]:
@@ -189,7 +190,7 @@ def run_setting(setting: Setting, quick: bool, deadline: float) -> list[Row]:
             if not warm_up:
                 row.seconds.append(seconds)
                 row.peak = peak
-            if result is not None and row.method != PUBLISHED:
+            if result is not None and row.comparable:
                 scores[row.method] = result if isinstance(result, list) else layer_scores(case, result)
             print(f"  {setting.name}: {row.method}: {seconds * 1e3:.1f} ms, +{peak:.0f} MiB", flush=True)
             del result
@@ -220,7 +221,7 @@ def as_table(results: dict[str, list[Row]]) -> str:
                 continue
             ratio = f"{row.time / floor.time:.2f}" + (f" ({row.time / padded.time:.2f})" if padded else "")
             error = "" if row.error is None else f"{row.error:.0e}"
-            memory = f"+{row.peak:.0f} MiB | {row.peak / floor.peak:.2f}"
+            memory = f"+{row.peak:.0f} MiB | {row.peak / max(floor.peak, 1):.2f}"
             lines.append(f"| {row.method} | {row.time * 1e3:.1f} ms | {ratio} | {memory} | {error} |")
     return "\n".join(lines)
 
