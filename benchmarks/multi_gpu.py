@@ -2,13 +2,14 @@
 
     python benchmarks/multi_gpu.py --gpus 1 2 --models bert-large llama-1b --engines ddp fsdp2 --output results.json
 
-Starts one process per GPU with torchrun for each (model, method, engine, number of GPUs), prints one table last and
-writes all numbers as JSON. Models have random weights; nothing is downloaded.
+Starts one process per GPU with torchrun for each number of GPUs, prints one table last and writes all numbers as JSON.
+Models have random weights; nothing is downloaded.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import statistics
@@ -23,7 +24,7 @@ import torch.distributed as dist
 from torch import nn
 
 
-METHODS = ("surgical top 5", "SPAFIT-4-9-II", "LoRA-II r=64", "full")
+METHODS = ("surgical 5", "plain 5", "SPAFIT-4-9-II", "LoRA-II r=64", "full")
 MODELS = ("bert-tiny", "bert-large", "llama-1b", "llama-7b")
 
 
@@ -78,9 +79,16 @@ def adapt(model: nn.Module, name: str, method: str) -> nn.Module:
     torch.manual_seed(1)
     if method == "full":
         return model
-    if method == "surgical top 5":
+    if method in ("surgical 5", "plain 5"):  # five layers over the whole depth; plain: frozen by requires_grad alone
         depth = len(choose_stack(model))
         layers = [round(i * (depth - 1) / 4) for i in range(5)]
+        if method == "plain 5":
+            model.requires_grad_(False)
+            for layer in layers:
+                choose_stack(model).layers[layer].module.requires_grad_(True)
+            if task == "SEQ_CLS":
+                model.classifier.requires_grad_(True)
+            return model
         return get_peft_model(model, SurgicalConfig(task_type=task, layers=layers), **same_dtype)
     if method == "SPAFIT-4-9-II":
         if task == "SEQ_CLS":
@@ -119,29 +127,46 @@ def gathered(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def run_worker(args: argparse.Namespace) -> None:
-    """What one process of one configuration does; the first one writes the result."""
+    """What one process does: all configurations, one after the other; the first process writes the results."""
     cuda = torch.cuda.is_available()
-    dist.init_process_group("nccl" if cuda else "gloo")
-    rank, world = dist.get_rank(), dist.get_world_size()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
-    torch.backends.cuda.matmul.allow_tf32 = True
-    model = adapt(build(args.model, device), args.model, args.method).train()
-    for module in model.modules():
+        torch.backends.cuda.matmul.allow_tf32 = True
+    dist.init_process_group("nccl" if cuda else "gloo")
+    for model in args.models:
+        for engine in args.engines:
+            for method in args.methods:
+                folder = Path(args.folder, f"{model}-{engine}-{method}".replace(" ", "_"))
+                result = measure(args, model, engine, method, folder, device)
+                if dist.get_rank() == 0:
+                    folder.mkdir(exist_ok=True)
+                    (folder / "result.json").write_text(json.dumps(result))
+                    print(json.dumps(result), flush=True)
+                gc.collect()
+                if cuda:
+                    torch.cuda.empty_cache()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def measure(
+    args: argparse.Namespace, name: str, engine: str, method: str, folder: Path, device: torch.device
+) -> dict[str, object]:
+    """Train a few steps on a global batch that is the same for any number of GPUs, save, then time steps."""
+    rank, world, cuda = dist.get_rank(), dist.get_world_size(), device.type == "cuda"
+    adapter = adapt(build(name, device), name, method).train()
+    for module in adapter.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0  # so that any number of processes computes the same
-    adapter, model = model, shard(model, args.engine, device)
+    model = shard(adapter, engine, device)
     trainable = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.SGD(trainable, lr=1e-2)  # no state: what is compared is the engines and the methods
-    vocabulary = 30000 if args.model.startswith("bert") else 32000
     generator = torch.Generator().manual_seed(2)
-    share = args.batch // world  # the global batch stays the same for the comparison of the deltas
 
-    def batch(rows: slice | None) -> dict[str, torch.Tensor]:
-        ids = torch.randint(1000, vocabulary, (args.batch, args.length), generator=generator)
-        labels = torch.randint(0, 2, (args.batch,), generator=generator) if args.model.startswith("bert") else ids
-        rows = rows or slice(None)
+    def batch(rows: slice) -> dict[str, torch.Tensor]:
+        ids = torch.randint(1000, 30000, (args.batch, args.length), generator=generator)
+        labels = torch.randint(0, 2, (args.batch,), generator=generator) if name.startswith("bert") else ids
         return {"input_ids": ids[rows].to(device), "labels": labels[rows].to(device)}
 
     def step(inputs: dict[str, torch.Tensor]) -> None:
@@ -149,47 +174,47 @@ def run_worker(args: argparse.Namespace) -> None:
         model(**inputs).loss.backward()
         optimizer.step()
 
-    for _ in range(3):
-        step(batch(slice(rank * share, (rank + 1) * share)))
-    started = time.perf_counter()
-    state = gathered(model.module if args.engine == "ddp" else model)
-    if rank == 0 and args.method != "full":
-        adapter.save_pretrained(args.folder, state_dict=state)
-    saving = time.perf_counter() - started
-    del state
-    dist.barrier()
-
-    inputs = batch(slice(0, args.batch))  # weak scaling: each process a full batch
-    times = []
-    if cuda:
-        torch.cuda.reset_peak_memory_stats()
-    for _ in range(args.steps):
+    def clock() -> float:
         if cuda:
             torch.cuda.synchronize()
         dist.barrier()
-        started = time.perf_counter()
+        return time.perf_counter()
+
+    share = args.batch // world
+    for _ in range(3):
+        step(batch(slice(rank * share, (rank + 1) * share)))
+    started = clock()
+    state = gathered(model.module if engine == "ddp" else model)
+    if rank == 0 and hasattr(adapter, "peft_config"):
+        adapter.save_pretrained(folder, state_dict=state)
+    saving = clock() - started
+    del state
+
+    inputs = batch(slice(0, args.batch))  # weak scaling: each process a full batch
+    step(inputs)
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()
+    times = []
+    for _ in range(args.steps):
+        started = clock()
         step(inputs)
-        if cuda:
-            torch.cuda.synchronize()
-        times.append(time.perf_counter() - started)
+        times.append(clock() - started)
     peak = torch.tensor([torch.cuda.max_memory_allocated() if cuda else 0], dtype=torch.float64, device=device)
     dist.all_reduce(peak, op=dist.ReduceOp.MAX)
-    if rank == 0:
-        result = {
-            "model": args.model,
-            "method": args.method,
-            "engine": args.engine,
-            "gpus": world,
-            "card": torch.cuda.get_device_name() if cuda else "CPU",
-            "step_seconds": statistics.median(times),
-            "samples_per_second": world * args.batch / statistics.median(times),
-            "peak_bytes_per_gpu": peak.item(),
-            "trainable_parameters": sum(p.numel() for p in trainable),
-            "save_seconds": saving,
-        }
-        Path(args.folder, "result.json").write_text(json.dumps(result))
-    dist.barrier()
-    dist.destroy_process_group()
+    return {
+        "model": name,
+        "method": method,
+        "engine": engine,
+        "gpus": world,
+        "card": torch.cuda.get_device_name() if cuda else "CPU",
+        "batch_per_gpu": args.batch,
+        "length": args.length,
+        "step_seconds": statistics.median(times),
+        "samples_per_second": world * args.batch / statistics.median(times),
+        "peak_bytes_per_gpu": peak.item(),
+        "trainable_parameters": sum(p.numel() for p in trainable),
+        "save_seconds": saving,
+    }
 
 
 def difference(one: Path, other: Path) -> float | None:
@@ -214,8 +239,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=128)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results/multi_gpu.json"))
-    for name in ("model", "method", "engine", "folder"):  # how this script calls itself
-        parser.add_argument(f"--{name}", help=argparse.SUPPRESS)
+    parser.add_argument("--folder", help=argparse.SUPPRESS)  # given when this script calls itself
     args = parser.parse_args()
     if args.folder:
         run_worker(args)
@@ -223,26 +247,18 @@ def main() -> None:
 
     results = []
     with tempfile.TemporaryDirectory() as scratch:
-        for model in args.models:
-            for engine in args.engines:
-                for method in args.methods:
-                    folders = {}
-                    for gpus in args.gpus:
-                        folders[gpus] = Path(scratch, f"{model}-{engine}-{method}-{gpus}".replace(" ", "_"))
-                        folders[gpus].mkdir()
-                        command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={gpus}"]
-                        command += ["--master_port=29777", __file__, "--model", model, "--method", method]
-                        command += ["--engine", engine, "--folder", str(folders[gpus]), "--batch", str(args.batch)]
-                        command += ["--length", str(args.length), "--steps", str(args.steps)]
-                        done = subprocess.run(command, capture_output=True, text=True, timeout=600)
-                        file = folders[gpus] / "result.json"
-                        if done.returncode or not file.exists():
-                            print(f"{model} {engine} {method} {gpus}: failed\n{done.stderr[-1500:]}", flush=True)
-                            continue
-                        result = json.loads(file.read_text())
-                        result["difference_to_first"] = difference(folders[args.gpus[0]], folders[gpus])
-                        results.append(result)
-                        print(json.dumps(result), flush=True)
+        for gpus in args.gpus:
+            folder = Path(scratch, str(gpus))
+            folder.mkdir()
+            command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={gpus}"]
+            command += ["--master_port=29777", __file__, "--folder", str(folder), "--batch", str(args.batch)]
+            command += ["--length", str(args.length), "--steps", str(args.steps), "--models", *args.models]
+            command += ["--engines", *args.engines, "--methods", *args.methods]
+            subprocess.run(command, check=True, timeout=1800)
+            for file in sorted(folder.glob("*/result.json")):
+                result = json.loads(file.read_text())
+                first = Path(scratch, str(args.gpus[0]), file.parent.name)
+                results.append({**result, "difference_to_first": difference(first, file.parent)})
     args.output.parent.mkdir(parents=True, exist_ok=True)
     args.output.write_text(json.dumps(results, indent=1))
     print_table(results, args.gpus)
