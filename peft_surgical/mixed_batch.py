@@ -47,7 +47,9 @@ def adapter_names_in_forward(
             f"{len(adapter_names)} and {rows} respectively."
         )
     repeated = [name for name in adapter_names for _ in range(num_beams)]
-    encoder = model.get_encoder() if num_beams > 1 and hasattr(model, "get_encoder") else None
+    # a model that is all decoder has the method as well, and returns itself
+    has_encoder = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+    encoder = model.get_encoder() if num_beams > 1 and has_encoder else None
     in_encoder = {id(m) for m in encoder.modules()} if encoder is not None else set()
     handles = []
     try:
