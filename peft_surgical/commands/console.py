@@ -68,6 +68,7 @@ class RichProgress(TrainerCallback):
         self.metric = metric
         self.lines = lines
         self.line = ""
+        self.progress: Progress | None = None
 
     def on_train_begin(self, args, state, control, **kwargs):
         columns = (
@@ -85,11 +86,12 @@ class RichProgress(TrainerCallback):
         self.progress.start()
 
     def on_step_end(self, args, state, control, **kwargs):
-        self.progress.update(self.bar, completed=state.global_step)
+        if self.progress is not None:
+            self.progress.update(self.bar, completed=state.global_step)
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         if "loss" in (logs or {}):
-            self.line = f"  epoch {state.epoch:g}: training loss {float(logs['loss']):.4f}"
+            self.line = f"  epoch {state.epoch:.3g}: training loss {float(logs['loss']):.4f}"
             if args.eval_strategy == IntervalStrategy.NO:
                 self._leave_line()
 
@@ -100,7 +102,13 @@ class RichProgress(TrainerCallback):
             self._leave_line()
 
     def on_train_end(self, args, state, control, **kwargs):
-        self.progress.stop()
+        self.close()
+
+    def close(self) -> None:
+        """Take the bar away; also when training ends with an error, as it hides the cursor."""
+        if self.progress is not None:
+            self.progress.stop()
+            self.progress = None
 
     def _leave_line(self):
         if self.lines:

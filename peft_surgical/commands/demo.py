@@ -6,6 +6,7 @@ import json
 import shutil
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -107,14 +108,15 @@ class Demo:
             select_on="none",
             **more[method],
         )
-        progress = RichProgress(self.console, f"{task}, {method}", lines=False)
-        return TrainingRun(job, callbacks=[progress])
+        return TrainingRun(job)
 
     def train(self, run: TrainingRun) -> dict[str, Any]:
         """Train and measure a run, and tell how good it became."""
-        run.fit()
-        results = run.finish()
         task = Path(run.job.data).name
+        with closing(RichProgress(self.console, f"{task}, {run.job.method}", lines=False)) as progress:
+            run.callbacks = [progress]
+            run.fit()
+        results = run.finish()
         self.results[task, run.job.method] = results
         accuracy, rows = results["evaluation"]["accuracy"], results["evaluation"]["samples"]
         layers = results["layers"].get("encoder")

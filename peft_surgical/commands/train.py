@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from contextlib import closing
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -145,12 +146,13 @@ def train(
     with options.errors_in_words(console):
         job = _job(ctx, resume)
         run = TrainingRun(job, resume=resume, overwrite=overwrite)
-        run.callbacks = [RichProgress(console, job.method, run.metric)]
         _show_start(console, run)
         found = run.rank(progress=not quiet)
         if found is not None:
             console.print(ranking_table(found, job.top_k or default_top_k(len(found.scores))))
-        run.fit()
+        with closing(RichProgress(console, job.method, run.metric)) as progress:
+            run.callbacks = [progress]
+            run.fit()
         _show_end(console, job, run.finish())
 
 

@@ -13,6 +13,7 @@ from datasets import Dataset
 from torch import nn
 from transformers import TrainerCallback
 
+from peft_surgical import __version__
 from peft_surgical.layers import choose_stack, find_stacks
 from peft_surgical.ranking import LayerRanking
 from peft_surgical.training.folder import (
@@ -219,9 +220,8 @@ def tuned_layers(model: nn.Module) -> dict[str, list[int]]:
 
 def versions() -> dict[str, str]:
     """The versions of what took part."""
-    return {
-        name: version(name) for name in ("peft-surgical", "torch", "transformers", "peft", "accelerate", "datasets")
-    }
+    others = ("torch", "transformers", "peft", "accelerate", "datasets")
+    return {"peft_surgical": __version__, **{name: version(name) for name in others}}
 
 
 def _measured(metrics: dict[str, float], prefix: str) -> dict[str, float]:
