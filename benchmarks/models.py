@@ -24,6 +24,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import (
+    AttentionMaskInterface,
     AutoModel,
     AutoModelForMultipleChoice,
     AutoModelForSequenceClassification,
@@ -168,6 +169,7 @@ def load(
     model = auto.from_pretrained(name, dtype=torch.float32, ignore_mismatched_sizes=True, **options).to(device)
     if model.config.model_type == "mpnet":
         _keep_positions(model.mpnet.encoder, device)
+        model.config._attn_implementation = PLAIN_MASK
     return model
 
 
@@ -183,6 +185,17 @@ def _keep_positions(encoder: nn.Module, device: torch.device | str) -> None:
         return found[positions.shape]
 
     encoder.relative_position_bucket = look_up
+
+
+def _plain_mask(*, attention_mask: torch.Tensor | None, dtype: torch.dtype, **_: Any) -> torch.Tensor | None:
+    """What an encoder adds to its attention scores; unlike that of transformers it never waits for the GPU."""
+    if attention_mask is None:
+        return None
+    return (~attention_mask.bool())[:, None, None, :].to(dtype) * torch.finfo(dtype).min
+
+
+PLAIN_MASK = "plain_mask"
+AttentionMaskInterface.register(PLAIN_MASK, _plain_mask)
 
 
 def head_names(model: nn.Module) -> list[str]:

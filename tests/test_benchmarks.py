@@ -16,6 +16,7 @@ from tiny_models import build
 from tokenizers import Tokenizer, pre_tokenizers, processors
 from tokenizers.models import WordLevel
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedTokenizerFast
 
 from peft_surgical.ranking import rank_layers
@@ -225,6 +226,45 @@ def test_predictions_do_not_depend_on_padding_or_order(place):
     torch.testing.assert_close(training.predict(model, some), torch.cat(alone).float(), atol=2e-2, rtol=0)
 
 
+class Recorded(TorchDispatchMode):
+    """Notes the operations that wait for the GPU or copy from the CPU, which a CUDA graph may not hold."""
+
+    def __init__(self):
+        super().__init__()
+        self.waits: list[str] = []
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        if any(name in str(function) for name in ("lift_fresh", "local_scalar", "nonzero", "is_pinned")):
+            self.waits.append(str(function))
+        return function(*arguments, **(options or {}))
+
+
+@pytest.mark.parametrize("tuning", ["full", "layers-0.4", "lora-II", "spafit-2-4-II"])
+@pytest.mark.parametrize("task", ["cola", "copa"])
+def test_a_step_can_become_a_cuda_graph(place, task, tuning, monkeypatch):
+    rows, model = loaded(place, task)
+    trainee = training.Trainee(methods.adapt(model, tuning), 1e-3)
+    index = torch.arange(4)
+    inputs, labels = training.cut(rows.train, index, 16), rows.train.labels[index]
+    trainee.step(inputs, labels)
+    monkeypatch.setattr("transformers.masking_utils.is_tracing", lambda *_: True)
+    with Recorded() as recorded:
+        trainee.step(inputs, labels)
+    assert recorded.waits == []
+    with Recorded() as recorded:
+        float(torch.tensor(1.0))
+    assert len(recorded.waits) == 2
+
+
+def test_mpnet_computes_as_transformers_has_it(place):
+    rows, model = loaded(place, "cola")
+    plain = type(model).from_pretrained(place / "tiny").eval()
+    plain.load_state_dict(model.state_dict())
+    inputs = training.cut(rows.train, torch.arange(6), 16)
+    assert (inputs["attention_mask"] == 0).any()
+    torch.testing.assert_close(model.eval()(**inputs).logits, plain(**inputs).logits, rtol=0, atol=1e-6)
+
+
 # ---- methods
 
 
@@ -334,13 +374,15 @@ def test_the_whole_runs_once_and_is_not_repeated(place, monkeypatch):
     call(place, "rates")
     call(place, "rank", "--scores", "fisher", "random0", "published_code")
     call(place, "train", "--questions", "1")
-    call(place, "track")
-    call(place, "samples")
+    call(place, "track", "--tasks", "copa")
+    call(place, "samples", "--tasks", "copa")
     results = place / "results"
     before = {file: file.stat().st_mtime_ns for file in results.rglob("*.json")}
     assert len(list((results / "runs/copa").glob("*.json"))) == 4
-    for command in ("rates", "rank", "train", "track", "samples"):
+    for command in ("rates", "rank", "train"):
         call(place, command, "--scores", "fisher", "random0", "published_code", "--questions", "1")
+    for command in ("track", "samples"):
+        call(place, command, "--tasks", "copa")
     after = {file: file.stat().st_mtime_ns for file in results.rglob("*.json")}
     assert {f for f in after if after[f] != before.get(f)} <= {results / "rates.json"}
     ranked = json.loads((results / "rankings/copa_s0.json").read_text())["fisher"]["order"]
