@@ -158,8 +158,11 @@ class DeltaTuner(BaseTuner):
     def inject_adapter(self, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
         if hasattr(nn.ModuleDict(), adapter_name) or "." in adapter_name:
             raise ValueError(f"An adapter cannot be called {adapter_name!r}: PyTorch uses that name. Choose another.")
-        frozen = self._frozen_on_purpose
+        frozen, present = self._frozen_on_purpose, {id(module) for module in model.modules()}
         super().inject_adapter(model, adapter_name, *args, **kwargs)
+        # new modules take the mode of their model, so that an eval() model stays one with dropout in an adapter
+        for module in [self, *(module for module in model.modules() if id(module) not in present)]:
+            module.training = model.training
         config: Any = self.peft_config[adapter_name]
         self._frozen_on_purpose = frozen  # PEFT gives back the flags that it set meanwhile
         config._shared = {}
