@@ -113,7 +113,7 @@ class HookEngine(_SummingEngine):
             listener.check_calls()
             if not listener.anchors:
                 raise ValueError(NO_GRADIENT)
-            self.sums.start(len(batch), len(values))
+            self.sums.start(len(batch))
             seen = [values.detach()]
             for k, row in enumerate(values):
                 keep = k + 1 < len(values)
@@ -151,7 +151,7 @@ class LoopEngine(_SummingEngine):
             p.requires_grad_()
         values, counts = self.runner.rows(sample)
         check_values(values, sample)
-        self.sums.start(1, len(values))
+        self.sums.start(1)
         for k, row in enumerate(values):
             grads = torch.autograd.grad(
                 row.sum(), self.parameters, retain_graph=k + 1 < len(values), allow_unused=True

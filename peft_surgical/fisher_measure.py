@@ -96,13 +96,13 @@ class FisherSums:
         new: Callable[[], DiagonalSum | NormSum] = partial(DiagonalSum, self._keeper) if task.diagonal else NormSum
         self.by_id = {id(p): new() for group in parameters for p in group.values()}
 
-    def start(self, samples: int, passes: int) -> None:
-        """Get ready for a batch, and so many backward passes."""
+    def start(self, samples: int) -> None:
+        """Get ready for a batch."""
         for total in self.by_id.values():
-            total.start(samples, passes)
+            total.start(samples)
 
     def finish(self) -> None:
-        """Finish a backward pass."""
+        """Finish a backward pass, after nothing is pending any more."""
         if self._keeper is not None:
             self._keeper.flush()
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from peft_surgical.fisher_entries import ENTRIES, EntryKeeper, KeptEntries
+from peft_surgical.fisher_entries import EntryKeeper, KeptEntries
 from peft_surgical.fisher_kernel import PendingSquares
 from peft_surgical.processes import add_up, gather
 from peft_surgical.sample_gradients import SampleGradients
@@ -49,12 +49,10 @@ class DiagonalSum:
         self.sum: Tensor | None = None
         self._kept = KeptEntries()
         self._seen = self._first = 0
-        self._count = ENTRIES
 
-    def start(self, samples: int, passes: int = 1) -> None:
-        """Get ready for a batch, and so many backward passes."""
+    def start(self, samples: int) -> None:
+        """Get ready for a batch."""
         self._first, self._seen = self._seen, self._seen + samples
-        self._count = ENTRIES // passes
 
     def add(self, gradients: SampleGradients, first: int, pending: PendingSquares) -> None:
         """Add the squared gradients of the samples of this batch from number `first` on."""
@@ -62,7 +60,7 @@ class DiagonalSum:
             self.sum = gradients.zeros()
         gradients.add_squares(self.sum, pending)
         if self.keeper is not None:
-            self.keeper.keep(self._kept, self._first + first, gradients, max(1, self._count))
+            self.keeper.keep(self._kept, self._first + first, gradients, self.sum, pending)
 
     def total(self, parameter: nn.Parameter) -> Tensor | None:
         """The sum over processes; None if none has got a gradient. It is written to the sum of this process."""
@@ -124,8 +122,8 @@ class NormSum:
         self._norms: list[Tensor] = []
         self._size: int | None = None
 
-    def start(self, samples: int, passes: int = 1) -> None:
-        """Get ready for a batch, and so many backward passes."""
+    def start(self, samples: int) -> None:
+        """Get ready for a batch."""
         self._norms.append(torch.zeros(samples, dtype=torch.float64))
 
     def add(self, gradients: SampleGradients, first: int, pending: PendingSquares) -> None:

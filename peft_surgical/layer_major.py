@@ -197,7 +197,7 @@ class LayerMajorEngine(Engine):
         with GradientListener(units, sums.by_id) as listener:
             listener.start(samples, *self.padding.find(kept.batch))
             outputs = dict(zip(call.outputs, float_tensors(module(*args, **kwargs)), strict=True))
-            sums.start(samples, len(kept.gradients))
+            sums.start(samples)
             for k, gradients in enumerate(kept.gradients):
                 arrived = {n: gradients.pop(n) for n in outputs if n in gradients}
                 arrived = {n: g for n, g in arrived.items() if outputs[n].requires_grad}
@@ -225,8 +225,8 @@ class LayerMajorEngine(Engine):
             belongs = {id(p) in mine for p in unit.parameters.values()}
             if belongs != {unit.module in inside}:
                 raise ValueError(
-                    f"A parameter of {unit.name} is used in several layers, which the layer-major engine cannot handle. "
-                    "Use engine='hooks'."
+                    f"A parameter of {unit.name} is used in several layers, which the layer-major engine cannot "
+                    "handle. Use engine='hooks'."
                 )
             if unit.module in inside:
                 units.append(unit)

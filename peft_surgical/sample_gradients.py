@@ -14,7 +14,6 @@ from math import prod
 import torch
 from torch import Tensor
 
-from peft_surgical.entry_draws import Entries, column_norms, draw_blocks, draw_positions
 from peft_surgical.fisher_kernel import PendingSquares
 
 
@@ -59,12 +58,8 @@ class SampleGradients(ABC):
         """The gradients of samples `first` to `stop`, written out, (stop - first, *shape)."""
 
     @abstractmethod
-    def draw(self, count: int, generator: torch.Generator) -> Entries:
-        """Draw entries, large gradients more often than small ones."""
-
-    @abstractmethod
-    def at(self, entries: Entries) -> Tensor:
-        """The gradients at some entries, (N, M)."""
+    def at(self, index: Tensor) -> Tensor:
+        """The gradients at some entries, (N, M); their positions are in the flattened parameter, (M,)."""
 
     def add_squares(self, out: Tensor, pending: PendingSquares) -> None:
         """Add the sum over samples of the squared gradients to `out`, which has the parameter's shape as a matrix."""
@@ -98,14 +93,8 @@ class DenseGradients(SampleGradients):
     def add_squares(self, out: Tensor, pending: PendingSquares) -> None:
         pending.add_gradients(out, self.gradients.reshape(self.samples, *out.shape))
 
-    def draw(self, count: int, generator: torch.Generator) -> Entries:
-        index, weight = draw_positions(
-            column_norms([self.gradients.flatten(1)[:, None]]), [self.size], count, generator
-        )
-        return Entries(index[0], weight[0])
-
-    def at(self, entries: Entries) -> Tensor:
-        return self.gradients.flatten(1)[:, entries.index]
+    def at(self, index: Tensor) -> Tensor:
+        return self.gradients.flatten(1)[:, index]
 
 
 class ProductGradients(SampleGradients):
@@ -142,14 +131,12 @@ class ProductGradients(SampleGradients):
         # |G^T A|^2 = <G G^T, A A^T>: products of tokens with tokens, no gradient is written out
         return (left @ left.transpose(1, 2)).mul_(right @ right.transpose(1, 2)).sum((1, 2))
 
-    def draw(self, count: int, generator: torch.Generator) -> Entries:
-        ((entries, _),) = draw_blocks([(self.left, self.right)], count, generator)
-        return entries
-
-    def at(self, entries: Entries) -> Tensor:
-        columns = self.right.shape[2]
-        row, row_position = (entries.index // columns).unique(return_inverse=True)
-        column, column_position = (entries.index % columns).unique(return_inverse=True)
+    def at(self, index: Tensor) -> Tensor:
+        rows, columns = index // self.right.shape[2], index % self.right.shape[2]
+        if self.device.type != "cpu":  # where it would have to wait for the number of different ones
+            return (_wide(self.left[:, :, rows]) * self.right[:, :, columns]).sum(1)
+        row, row_position = rows.unique(return_inverse=True)
+        column, column_position = columns.unique(return_inverse=True)
         block = _wide(self.left[:, :, row]).transpose(1, 2) @ _wide(self.right[:, :, column])
         return block[:, row_position, column_position]
 
@@ -184,17 +171,8 @@ class RowGradients(SampleGradients):
         rows, sums = self._sums()
         return sums.new_zeros(self.samples).index_add_(0, rows // self.shape[0], sums.square().sum(1))
 
-    def draw(self, count: int, generator: torch.Generator) -> Entries:
-        side, (height, width) = max(1, int(count**0.5)), self.shape
-        gradients = _wide(self.gradients).flatten(0, 1)
-        energy = gradients.new_zeros(height).index_add_(0, self.rows.flatten(), gradients.square().sum(1))
-        row, row_weight = draw_positions(energy.sqrt()[None], [height], side, generator)
-        column, column_weight = draw_positions(column_norms([self.gradients]), [width], side, generator)
-        index = row[0, :, None] * width + column[0]
-        return Entries(index.flatten(), (row_weight[0, :, None] * column_weight[0]).flatten())
-
-    def at(self, entries: Entries) -> Tensor:
-        row, column = entries.index // self.shape[1], entries.index % self.shape[1]
+    def at(self, index: Tensor) -> Tensor:
+        row, column = index // self.shape[1], index % self.shape[1]
         out = []
         for rows, gradients in zip(self.rows, self.gradients, strict=True):
             used = rows[:, None] == row
@@ -223,11 +201,8 @@ class SummedGradients(SampleGradients):
     def dense(self, first: int, stop: int) -> Tensor:
         return torch.stack([term.dense(first, stop).view(-1, *self.shape) for term in self.terms]).sum(0)
 
-    def draw(self, count: int, generator: torch.Generator) -> Entries:
-        return max(self.terms, key=lambda term: float(term.squared_norms().sum())).draw(count, generator)
-
-    def at(self, entries: Entries) -> Tensor:
-        return torch.stack([term.at(entries) for term in self.terms]).sum(0)
+    def at(self, index: Tensor) -> Tensor:
+        return torch.stack([term.at(index) for term in self.terms]).sum(0)
 
 
 def join(terms: Sequence[SampleGradients]) -> SampleGradients:

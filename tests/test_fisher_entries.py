@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from peft_surgical.fisher_entries import EntryKeeper, Generators, KeptEntries
+from peft_surgical.fisher_entries import EntryKeeper, Generators, KeptEntries, choose_entries
+from peft_surgical.fisher_kernel import PendingSquares
 from peft_surgical.sample_gradients import DenseGradients, ProductGradients, RowGradients
 
 
@@ -28,23 +29,30 @@ def exact(gradients):
     return squares @ squares.sum(0), squares.sum(0).float()
 
 
-def estimate(gradients, count, seed, together=1):
-    """Several parameters with the same gradients are drawn from together."""
+def estimate(gradients, seed, together=1, parts=1):
+    """The entries are chosen from the first part of the samples; several parameters have the same gradients."""
     keeper, kept = EntryKeeper(Generators(seed)), [KeptEntries() for _ in range(together)]
+    pending, step = PendingSquares(), -(-gradients.samples // parts)
+    dense = gradients.dense(0, gradients.samples)
     for one in kept:
-        keeper.keep(one, 0, gradients, count)
+        total = gradients.zeros()
+        for first in range(0, gradients.samples, step):
+            part = gradients if parts == 1 else DenseGradients(dense[first : first + step])
+            part.add_squares(total, pending)
+            keeper.keep(one, first, part, total, pending)
     keeper.flush()
     _, diagonal = exact(gradients)
     return [one.products(diagonal, 1.0, gradients.samples) for one in kept]
 
 
+@pytest.mark.parametrize("parts", [1, 3])
 @pytest.mark.parametrize(
     "gradients",
-    [product(9, 5, 70, 40), product(3, 1, 80, 70), table(6, 5, 90, 50)],
-    ids=["linear", "1 token", "table"],
+    [product(9, 5, 70, 40), product(3, 1, 80, 70), table(6, 9, 30, 50), DenseGradients(torch.randn(6, 1500))],
+    ids=["linear", "1 token", "table", "vector"],
 )
-def test_estimates_are_right_on_average(gradients):
-    mean = torch.stack([e for seed in range(100) for e in estimate(gradients, 256, seed, together=3)]).mean(0)
+def test_estimates_are_right_on_average(gradients, parts):
+    mean = torch.stack([e for seed in range(150) for e in estimate(gradients, seed, 3, parts)]).mean(0)
     wanted, _ = exact(gradients)
     assert torch.allclose(mean, wanted, rtol=0.1, atol=0.02 * float(wanted.max()))
 
@@ -52,30 +60,42 @@ def test_estimates_are_right_on_average(gradients):
 def test_a_single_estimate_is_close():
     gradients = product(20, 12, 300, 200)
     wanted, _ = exact(gradients)
-    (found,) = estimate(gradients, 1024, seed=0)
+    (found,) = estimate(gradients, seed=0, parts=4)
     assert torch.corrcoef(torch.stack([found, wanted]))[0, 1] > 0.95
 
 
+def test_the_largest_entries_are_all_there():
+    diagonals = torch.rand(3, 50, 40)
+    for diagonal, entries in zip(diagonals, choose_entries(diagonals, 64, torch.Generator()), strict=True):
+        assert set(diagonal.flatten().topk(32).indices.tolist()) == set(entries.index[:32].tolist())
+        assert (entries.weight[:32] == 1).all()
+
+
 @pytest.mark.parametrize(
-    "gradients", [product(5, 4, 6, 7), DenseGradients(torch.randn(5, 2000))], ids=["linear", "bias"]
+    "gradients", [product(5, 4, 6, 7), DenseGradients(torch.randn(5, 1000))], ids=["linear", "bias"]
 )
 def test_small_parameters_are_kept_whole(gradients):
     wanted, _ = exact(gradients)
-    (found,) = estimate(gradients, 1024, seed=0)
+    (found,) = estimate(gradients, seed=0)
     assert torch.allclose(found, wanted, rtol=1e-5)
 
 
-def test_the_passes_and_the_parts_of_a_batch_add_up():
-    whole, parts = torch.randn(6, 50), KeptEntries()
-    keeper = EntryKeeper(Generators(0))
+@pytest.mark.parametrize("size", [50, 2000])
+def test_the_passes_and_the_parts_of_a_batch_add_up(size):
+    whole, parts, total = DenseGradients(torch.randn(6, size)), KeptEntries(), torch.zeros(size)
+    keeper, pending = EntryKeeper(Generators(0)), PendingSquares()
     for _ in range(2):  # two rows of an objective
-        keeper.keep(parts, 0, DenseGradients(whole[:4]))
-        keeper.keep(parts, 4, DenseGradients(whole[4:]))
-    wanted, diagonal = exact(DenseGradients(whole))
-    assert torch.allclose(parts.products(diagonal, 0.5, 6), wanted, rtol=1e-5)
+        for first, stop in ((0, 4), (4, 6)):
+            part = DenseGradients(whole.dense(first, stop))
+            part.add_squares(total, pending)
+            keeper.keep(parts, first, part, total, pending)
+    index = torch.arange(size) if parts.entries is None else parts.entries.index
+    weight = 1 if parts.entries is None else parts.entries.weight
+    wanted = (whole.at(index).double().square() * weight * total[index]).sum(1) * 2
+    assert torch.allclose(parts.products(total, 1.0, 6), wanted, rtol=1e-5)
 
 
 def test_gradients_of_zero_are_drawn_without_complaint():
     gradients = ProductGradients(torch.zeros(4, 3, 50), torch.randn(4, 3, 60))
-    (found,) = estimate(gradients, 256, seed=0)
+    (found,) = estimate(gradients, seed=0)
     assert torch.equal(found, torch.zeros(4, dtype=torch.float64))
