@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -96,7 +96,7 @@ def entries(names: Mapping[str, Any] | TensorFile) -> list[Entry]:
         >>> entries({"base_model.model.pooler.surgical_params.dense|weight": None})[0].name
         'pooler.dense.weight'
     """
-    return list(_entries(names))
+    return [entry_of(key, list(parts)) for key, parts in group_parts(dict.fromkeys(names)).items()]
 
 
 def read_config(folder: str | os.PathLike) -> PeftConfig:
@@ -114,11 +114,14 @@ def read_config(folder: str | os.PathLike) -> PeftConfig:
         ) from error
 
 
-def _entries(names: Any) -> Iterator[Entry]:
-    for key, parts in group_parts(dict.fromkeys(names)).items():
-        plain = key.removeprefix(PREFIX)
-        match = _COPY.fullmatch(plain)
-        if match:
-            yield Entry(key, f"{match['path']}.{match['name'].replace('|', '.')}", True, list(parts))
-        else:
-            yield Entry(key, plain, False, list(parts))
+def entry_of(key: str, suffixes: Sequence[str] = ("",)) -> Entry:
+    """What a plain name in an adapter's file stands for."""
+    plain = key.removeprefix(PREFIX)
+    if match := _COPY.fullmatch(plain):
+        return Entry(key, f"{match['path']}.{match['name'].replace('|', '.')}", True, list(suffixes))
+    return Entry(key, plain, False, list(suffixes))
+
+
+def method_of(config: PeftConfig) -> str:
+    """The name of a config's method, in capitals."""
+    return getattr(config.peft_type, "value", None) or str(config.peft_type)

@@ -11,7 +11,7 @@ from peft import LoraConfig
 from peft.utils import SAFETENSORS_WEIGHTS_NAME
 from tqdm import tqdm
 
-from peft_surgical.adapter_files import AdapterFile
+from peft_surgical.adapter_files import AdapterFile, method_of
 from peft_surgical.checkpoint_tensors import ModelTensors
 from peft_surgical.encoded_tensors import encode_tensor
 from peft_surgical.encodings import find_encoding
@@ -85,9 +85,8 @@ def export_lora(adapter: str | os.PathLike, output: str | os.PathLike, *, head: 
     """
     delta, folder = AdapterFile(adapter), Path(output)
     if delta.config.peft_type != "STRATIFIED":
-        kind = getattr(delta.config.peft_type, "value", delta.config.peft_type)
         raise ValueError(
-            f"{delta.source} is a {kind} adapter; only STRATIFIED ones have a LoRA part to "
+            f"{delta.source} is a {method_of(delta.config)} adapter; only STRATIFIED ones have a LoRA part to "
             "export. merge_checkpoint writes a whole checkpoint, which every server takes."
         )
     if folder.resolve() == Path(delta.folder).resolve():

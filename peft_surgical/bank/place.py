@@ -1,0 +1,92 @@
+"""Where one adapter's tensors are in the model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from peft_surgical.tuned_module import TunedModule
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where one tensor of an adapter goes.
+
+    Args:
+        owner: The module that holds it.
+        name: What it is called there.
+    """
+
+    owner: nn.Module
+    name: str
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """What is there."""
+        if isinstance(self.owner, nn.ParameterDict):
+            return self.owner[self.name]
+        return getattr(self.owner, self.name)
+
+    def fill(self, tensor: torch.Tensor | None) -> None:
+        """Put a tensor there, or nothing."""
+        parameter = None if tensor is None else nn.Parameter(tensor, requires_grad=False)
+        if not isinstance(self.owner, nn.ParameterDict):
+            is_buffer = self.name in self.owner._buffers
+            table: Any = self.owner._buffers if is_buffer else self.owner._parameters
+            table[self.name] = tensor if is_buffer else parameter
+        elif parameter is None:
+            del self.owner[self.name]
+        else:
+            self.owner[self.name] = parameter
+
+
+class Place:
+    """An adapter's place in the model, which it may enter and leave. When made, it is out of the model.
+
+    Args:
+        adapter: The adapter.
+        tables: All tables by adapter that have an entry for it, with that entry.
+        slots: Where its tensors go, by their plain names in the file.
+        modules: The modules that may keep cast tensors of it.
+    """
+
+    def __init__(
+        self,
+        adapter: str,
+        tables: Sequence[tuple[Any, Any]],
+        slots: Mapping[str, Slot],
+        modules: Sequence[TunedModule] = (),
+    ):
+        self.adapter = adapter
+        self.slots = dict(slots)
+        self._tables = list(tables)
+        self._modules = list(modules)
+        self.leave()
+
+    def enter(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Put the adapter into the model, with these tensors."""
+        for key, slot in self.slots.items():
+            slot.fill(tensors[key])
+        for table, entry in self._tables:
+            if isinstance(table, set):
+                table.add(self.adapter)
+            else:
+                table[self.adapter] = entry
+        self.is_in_model = True
+
+    def leave(self) -> None:
+        """Take the adapter out of the model, and let go of its tensors."""
+        for table, _ in self._tables:
+            if isinstance(table, set):
+                table.discard(self.adapter)
+            else:
+                del table[self.adapter]
+        for slot in self.slots.values():
+            slot.fill(None)
+        for module in self._modules:
+            module._cast = (None, {})
+        self.is_in_model = False
