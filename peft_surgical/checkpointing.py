@@ -29,6 +29,7 @@ class BackwardStart:
 
     def __init__(self) -> None:
         self._stacks: list[list[nn.Module]] | None = None
+        self._modules: list[nn.Module] | None = None
         self._hooks: list[RemovableHandle] = []
         self._paused: list[nn.Module] = []
 
@@ -36,7 +37,7 @@ class BackwardStart:
         """Put the hooks where the trained layers and the kind of checkpointing need them, and remove all others."""
         if self._stacks is None:
             self._stacks = [[layer.module for layer in stack.layers] for stack in find_stacks(model).values()]
-        if not self._stacks:
+        if not self._stacks or self._is_idle(model):
             return
         self._undo()
         needs_hook_on_embeddings = False
@@ -57,9 +58,21 @@ class BackwardStart:
                 self._pause_checkpointing(below)
         _set_hook_on_embeddings(model, needs_hook_on_embeddings)
 
+    def look_again(self) -> None:
+        """Take note that the model may have other modules than before."""
+        self._modules = None
+
+    def _is_idle(self, model: nn.Module) -> bool:
+        """Whether there is nothing to put or remove; so it is in nearly all steps, which should not pay for more."""
+        if self._modules is None:
+            self._modules = list(model.modules())
+        return not (self._hooks or self._paused) and not any(
+            module._forward_hooks or module.__dict__.get("gradient_checkpointing") for module in self._modules
+        )
+
     def _pause_checkpointing(self, layers: list[nn.Module]) -> None:
         for module in (module for layer in layers for module in layer.modules()):
-            if getattr(module, "gradient_checkpointing", False):
+            if module.__dict__.get("gradient_checkpointing"):
                 module.gradient_checkpointing = False  # type: ignore[assignment]
                 self._paused.append(module)
 
@@ -111,7 +124,8 @@ def _is_reentrant(layer: nn.Module) -> bool:
 
 
 def _checkpointed(layer: nn.Module) -> nn.Module | None:
-    return next((module for module in layer.modules() if getattr(module, "gradient_checkpointing", False)), None)
+    # of the instance: an adapter's module passes questions on to the module inside it, which takes time
+    return next((module for module in layer.modules() if module.__dict__.get("gradient_checkpointing")), None)
 
 
 def _set_hook_on_embeddings(model: Any, is_needed: bool) -> None:

@@ -263,8 +263,7 @@ class DeltaTuner(BaseTuner):
         if not self._is_trained_set_checked:
             self._is_trained_set_checked = True
             warn_of_surprises(self, self._frozen_on_purpose)
-        if "_backward_start" not in self.__dict__:
-            self._backward_start = BackwardStart()
+            self._backward_start.look_again()
         self._backward_start.update(self.model)
 
     def add_weighted_adapter(
