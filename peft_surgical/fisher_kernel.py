@@ -252,7 +252,7 @@ def _check(out: Tensor, grad_outputs: Tensor, inputs: Tensor, lengths: Lengths) 
 
 def _add_by_sample(out: Tensor, grad_outputs: Tensor, inputs: Tensor) -> None:
     """One sample at a time, through one buffer; samples with a single token row all at once, by one product."""
-    live = grad_outputs.ne(0).any(-1)  # true for NaN as well
+    live = grad_outputs.abs().amax(-1) != 0  # true for NaN as well; several times as fast as any()
     counts = live.sum(1)
     single = live & (counts == 1)[:, None]
     if single.any():  # (g a^T)^2 = g^2 (a^2)^T
