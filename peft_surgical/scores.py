@@ -104,12 +104,12 @@ def register_score(name: str, *, needs_data: bool = True) -> Callable[[ScoreFunc
 
     Example:
 
-        >>> @register_score("middle", needs_data=False)
-        ... def middle(request):
+        >>> @register_score("my_score", needs_data=False)
+        ... def my_score(request):
         ...     "The middle layers first."
         ...     last = len(request.layers) - 1
         ...     return LayerScores([-abs(i - last / 2) for i in range(last + 1)])
-        >>> SCORES.pop("middle").definition
+        >>> SCORES.pop("my_score").definition
         'The middle layers first.'
     """
 
