@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +26,8 @@ class DeltaConfig(PeftConfig):
         encoding: How trained values are written: `"values"`, or as differences to the base `"lossless"`, `"bf16"`,
             `"int8"`, `"int4"` or `"sign"`. May be set at any time before saving; loading reads it from the file.
         check_base: Whether loading the adapter onto another base model than the one it was trained on is an error.
+        key_mapping: For a base whose modules have been renamed since the adapter was saved: patterns in the names of
+            the saved tensors and what to put in their place, as in PEFT's `load_adapter`. Only for loading.
         format_version: Version of this file's format.
     """
 
@@ -32,6 +35,7 @@ class DeltaConfig(PeftConfig):
     base: dict | None = field(default=None, metadata={"help": "What the base model is like."})
     encoding: str = field(default="values", metadata={"help": "values, lossless, bf16, int8, int4 or sign."})
     check_base: bool = field(default=True, metadata={"help": "Whether another base model is an error."})
+    key_mapping: dict[str, str] | None = field(default=None, metadata={"help": "New names of renamed modules."})
     format_version: int = field(default=1, metadata={"help": "Version of this file's format."})
 
     def __post_init__(self) -> None:
@@ -63,6 +67,22 @@ class DeltaConfig(PeftConfig):
                 for leftover in os.listdir(aside):
                     os.remove(os.path.join(aside, leftover))
                 os.rmdir(aside)
+
+    def present_name(self, name: str) -> str:
+        """The name that a saved tensor has in the base at hand, see `key_mapping`."""
+        prefix = "base_model.model." if name.startswith("base_model.model.") else ""
+        bare = name.removeprefix(prefix)
+        for pattern, replacement in (self.key_mapping or {}).items():
+            renamed, count = re.subn(pattern, replacement, bare)
+            if count:
+                return prefix + renamed
+        return name
+
+    def forget_saved_names(self) -> None:
+        """Go over to the present names for good, once the tensors are in the model."""
+        if self.key_mapping and self.base:
+            names = {self.present_name(name): mark for name, mark in self.base["tensors"].items()}
+            self.base, self.key_mapping = {**self.base, "tensors": names}, None
 
     def weights_file(self) -> str | None:
         """The safetensors file that belongs to this config, if it was read from a folder or the hub."""

@@ -43,8 +43,19 @@ def describe_base(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict
     }
 
 
-def check_base(record: Mapping[str, Any], model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
+def check_base(
+    record: Mapping[str, Any],
+    model: nn.Module,
+    tensors: Mapping[str, torch.Tensor],
+    present_name: Callable[[str], str] = lambda name: name,
+) -> None:
     """Check that a model is the base that `describe_base` described, whatever its dtype.
+
+    Args:
+        record: The description.
+        model: The model.
+        tensors: The tensors that the adapter changes, with their original values, by name.
+        present_name: The name that a tensor of the record has in the model.
 
     Raises:
         ValueError: It is another one. The message names the first difference and what to do.
@@ -60,10 +71,12 @@ def check_base(record: Mapping[str, Any], model: nn.Module, tensors: Mapping[str
                 f"This adapter was trained on another base model: its {what} was {wanted}, this model's is "
                 f"{found[key]}. Load the adapter onto the base it was trained on.{hint}"
             )
-    for name, wanted in record.get("tensors", {}).items():
+    for old_name, wanted in record.get("tensors", {}).items():
+        name = present_name(old_name)
         if name not in tensors:
             raise ValueError(
-                f"This adapter was trained on another base model: this {type(model).__name__} has no tensor {name!r}."
+                f"This adapter was trained on another base model: this {type(model).__name__} has no tensor {name!r}. "
+                "If its modules were renamed, say so in the config's key_mapping."
             )
         if _is_comparable(tensors[name]) and not matches(wanted, tensors[name]):
             raise ValueError(
@@ -116,6 +129,7 @@ def check_file(
     expected: Mapping[str, torch.Size],
     *,
     is_known: Callable[[str], bool] = lambda name: False,
+    present_name: Callable[[str], str] = lambda name: name,
 ) -> None:
     """Check the header of a file of tensors; no values are read.
 
@@ -123,6 +137,7 @@ def check_file(
         path: A safetensors file.
         expected: The shapes that its tensors should have, by name.
         is_known: Whether a tensor that is not expected may be there all the same.
+        present_name: The name that a tensor of the file has in the model.
 
     Raises:
         ValueError: The file is damaged or not a safetensors file, or a tensor is missing, unknown, empty or of another
@@ -130,7 +145,8 @@ def check_file(
     """
     try:
         with safe_open(path, framework="pt") as file:
-            shapes = {name: torch.Size(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+            names = list(file.keys())
+            shapes = {present_name(name): torch.Size(file.get_slice(name).get_shape()) for name in names}
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{path} cannot be read as a safetensors file ({error}). Save or copy it again.") from error
     shapes = {name: torch.Size(s) for name, s in decoded_shapes(shapes, expected, str(path)).items()}

@@ -36,7 +36,7 @@ class DequantisedModule(TunedModule):
         quantised = self._quantised[0]
         return nn.Parameter(dequantised_weight(quantised)) if name == "weight" else getattr(quantised, name)
 
-    def _identity(self, name: str) -> int:
+    def identity(self, name: str) -> int:
         return id(getattr(self._quantised[0], name, self))
 
     def _dtype_of(self, name: str) -> torch.dtype:

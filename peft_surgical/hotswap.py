@@ -104,6 +104,7 @@ def swap_in(model: nn.Module, state: Mapping[str, torch.Tensor], adapter_name: s
             f"Adapter {adapter_name!r} is of type {own.peft_type.value}, the one to swap in {config.peft_type.value}."
         )
     tuner._prepare_model(config, tuner.model)
+    state = {config.present_name(name): tensor for name, tensor in state.items()}
     state = decode_state(_peft_model(model), adapter_name, state, tuner._remove_adapter_name_from_key)
     lora = {name: tensor for name, tensor in state.items() if ".lora_" in name and ".lora_tuned." not in name}
     copies = {name: tensor for name, tensor in state.items() if name not in lora}

@@ -61,6 +61,8 @@ class RestoresBase(lora.LoraLayer):
 
     _originals: dict[str, torch.Tensor] | None = None
     _is_merging = False
+    untied: dict[str, nn.Parameter] = {}
+    """The base's own parameters that other modules use too, which merging must leave as they are."""
     _is_adding = False
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
@@ -72,7 +74,11 @@ class RestoresBase(lora.LoraLayer):
         names = [name for name in check_adapters_to_merge(self, adapter_names) if name in present]
         if not names:
             return
-        own = dict(self.get_base_layer().named_parameters(recurse=False))
+        base = self.get_base_layer()
+        for name, shared in self.untied.items():
+            if getattr(base, name) is shared:
+                setattr(base, name, nn.Parameter(shared.data, requires_grad=False))
+        own = dict(base.named_parameters(recurse=False))
         before = {name: parameter.data for name, parameter in own.items()}
         merged_before = list(self.merged_adapters)
         self._is_merging = True
@@ -100,6 +106,8 @@ class RestoresBase(lora.LoraLayer):
         for name, value in (self._originals or {}).items():
             parameter = self.get_base_layer().get_parameter(name)
             parameter.data = value.to(parameter.device)
+        for name, shared in self.untied.items():
+            setattr(self.get_base_layer(), name, shared)
         for name in self.merged_adapters:
             self._caches.pop(f"{name}-weight_norm", None)  # DoRA's
         self._originals = None

@@ -100,6 +100,7 @@ class TunedModule(nn.Module, BaseTunerLayer):
         self._disable_adapters = False
         self.merged_adapters: list[str] = []
         self._originals: dict[str, torch.Tensor] = {}  # the base's own values while an adapter is merged
+        self.untied: dict[str, nn.Parameter] = {}  # the base's parameters that others use too: no merge changes them
         self._cast: tuple[object, dict[str, torch.Tensor]] = (None, {})
         self.in_features = getattr(base_layer, "in_features", None)
         self.out_features = getattr(base_layer, "out_features", None)
@@ -130,7 +131,7 @@ class TunedModule(nn.Module, BaseTunerLayer):
             base = self.base_tensor(name)
             value = self._originals.get(name, base).detach()
             if isinstance(base, nn.Parameter):
-                key = self._identity(name)
+                key = self.identity(name)
                 if key not in shared:
                     value = value.clone() if init_weights else value + 0.1 * torch.randn_like(value)
                     shared[key] = nn.Parameter(value)
@@ -255,7 +256,7 @@ class TunedModule(nn.Module, BaseTunerLayer):
         path, _, attribute = name.rpartition(".")
         return getattr(self.base_layer.get_submodule(path), attribute)
 
-    def _identity(self, name: str) -> int:
+    def identity(self, name: str) -> int:
         """What is the same for tensors that are tied in the base, and for no others."""
         return id(self.base_tensor(name))
 
@@ -309,14 +310,27 @@ class TunedModule(nn.Module, BaseTunerLayer):
 
     def _put_into_base(self, merged: Mapping[str, torch.Tensor]) -> None:
         for name, value in merged.items():
-            base = self.base_tensor(name)
-            self._originals.setdefault(name, base.data)
-            base.data = value
+            base: Any = self.base_tensor(name)
+            # a parameter that is tied in the base and in the adapter is merged in each of its places
+            base._original = getattr(base, "_original", base.data)
+            self._originals.setdefault(name, base._original)
+            if base is self.untied.get(name):
+                self._replace_in_base(name, nn.Parameter(value, requires_grad=False))
+            else:
+                base.data = value
+
+    def _replace_in_base(self, name: str, parameter: nn.Parameter) -> None:
+        path, _, attribute = name.rpartition(".")
+        setattr(self.base_layer.get_submodule(path), attribute, parameter)
 
     def unmerge(self) -> None:
         """Give the base its own values back, bit for bit."""
         for name, value in self._originals.items():
-            self.base_tensor(name).data = value
+            if name in self.untied:
+                self._replace_in_base(name, self.untied[name])
+            base: Any = self.base_tensor(name)
+            base.data = value
+            base.__dict__.pop("_original", None)
         self._originals = {}
         self.merged_adapters = []
 

@@ -25,6 +25,7 @@ from peft_surgical.encoded_tensors import decode_state, encode_state
 from peft_surgical.mixed_batch import adapter_names_in_forward
 from peft_surgical.report import TuningReport, tuning_report
 from peft_surgical.task_heads import apply_label_settings, head_names, head_shapes, label_settings, resize_heads
+from peft_surgical.tied_weights import admit_untied_embeddings, forget_originals, note_untied
 from peft_surgical.trained_set import warn_of_surprises
 from peft_surgical.tuned_module import TunedModule, TunedOwner
 from peft_surgical.units import innermost_tuned, original_tensor
@@ -63,10 +64,13 @@ class DeltaTuner(BaseTuner):
             if peft_config.labels is None and head_names(model, peft_config.task_type):
                 peft_config.labels = label_settings(model)
         elif peft_config.check_base:
-            check_base(peft_config.base, model, tensors)
+            check_base(peft_config.base, model, tensors, peft_config.present_name)
         if (file := peft_config.weights_file()) is not None:
             check_file(
-                file, self._expected_tensors(peft_config, model), is_known=self._is_known_tensor(peft_config, model)
+                file,
+                self._expected_tensors(peft_config, model),
+                is_known=self._is_known_tensor(peft_config, model),
+                present_name=peft_config.present_name,
             )
 
     def _touched_tensors(self, config: Any, model: nn.Module) -> dict[str, torch.Tensor]:
@@ -163,6 +167,7 @@ class DeltaTuner(BaseTuner):
         # new modules take the mode of their model, so that an eval() model stays one with dropout in an adapter
         for module in [self, *(module for module in model.modules() if id(module) not in present)]:
             module.training = model.training
+        note_untied(model)
         config: Any = self.peft_config[adapter_name]
         self._frozen_on_purpose = frozen  # PEFT gives back the flags that it set meanwhile
         config._shared = {}
@@ -260,6 +265,8 @@ class DeltaTuner(BaseTuner):
             yield
 
     def _before_training(self) -> None:
+        if "_backward_start" not in self.__dict__:
+            self._backward_start = BackwardStart()
         if not self._is_trained_set_checked:
             self._is_trained_set_checked = True
             warn_of_surprises(self, self._frozen_on_purpose)
@@ -337,6 +344,9 @@ class DeltaTuner(BaseTuner):
                 plain = module.get_base_layer()
             setattr(parent, child_name, plain)
         self._sync_labels(enabled=merge)
+        forget_originals(self.model)
+        if merge:
+            admit_untied_embeddings(self.model)
         if hasattr(self.model, "peft_config"):
             del self.model.peft_config
         return self.model
@@ -369,6 +379,7 @@ class DeltaTuner(BaseTuner):
 
     @classmethod
     def _remap_adapter_state_dict_for_load(cls, model, config, adapter_name, state_dict):
+        state_dict = {config.present_name(name): tensor for name, tensor in state_dict.items()}
         decoded = decode_state(model, adapter_name, state_dict, cls._remove_adapter_name_from_key)
         remapped = super()._remap_adapter_state_dict_for_load(model, config, adapter_name, decoded)
         live = live_tensors(model, adapter_name)
@@ -378,6 +389,7 @@ class DeltaTuner(BaseTuner):
             source=f"The state for adapter {adapter_name!r}",
             is_known=cls._may_be_saved_along(config, model),
         )
+        config.forget_saved_names()
         # PEFT may assign what it loads, which would bring the file's dtype into the model
         return {name: tensor.to(live[name].dtype) if name in live else tensor for name, tensor in remapped.items()}
 
