@@ -29,7 +29,8 @@ from torch import Tensor, nn
 
 from peft_surgical.batches import Batch
 from peft_surgical.fisher_engines import Engine, HookEngine, LoopEngine
-from peft_surgical.fisher_measure import NO_GRADIENT, FisherTask, Progress, layer_parameters
+from peft_surgical.fisher_measure import NO_GRADIENT, FisherTask, Progress
+from peft_surgical.fisher_owners import layer_parameters
 from peft_surgical.fisher_sums import TensorFisher
 from peft_surgical.layer_major import KEEP, LayerMajorEngine
 from peft_surgical.layers import Layer, unwrap

@@ -21,8 +21,8 @@ from peft_surgical.fisher_measure import (
     Runner,
     SampleLog,
     check_values,
-    layer_parameters,
 )
+from peft_surgical.fisher_owners import find_owners, layer_parameters
 from peft_surgical.fisher_plain import NotPlain, plain_units, tokens_of
 from peft_surgical.fisher_sums import TensorFisher
 from peft_surgical.fisher_units import CannotTellSamplesApart, Unit, find_units
@@ -91,7 +91,7 @@ class HookEngine(_SummingEngine):
 
     def __init__(self, task: FisherTask, batches: Sequence[Batch]):
         super().__init__(task, batches)
-        self.units = UnitsOnce(task, self.runner, batches, self.parameters)
+        self.units = UnitsOnce(task, self.runner, batches, self.parameters, assume_plain=True)
         self.padding = PaddingLengths(task, self.runner)
 
     def add(self, batch: Batch) -> None:
@@ -174,7 +174,8 @@ class UnitsOnce:
         task: What is measured.
         runner: Runs the model.
         batches: The samples.
-        parameters: The parameters, if the model may be taken for a plain one until it proves not to be.
+        parameters: The parameters.
+        assume_plain: Whether the model is taken for a plain one until it proves not to be.
     """
 
     def __init__(
@@ -182,10 +183,13 @@ class UnitsOnce:
         task: FisherTask,
         runner: Runner,
         batches: Sequence[Batch],
-        parameters: Sequence[nn.Parameter] | None = None,
+        parameters: Iterable[nn.Parameter],
+        *,
+        assume_plain: bool,
     ):
         self.task, self.runner = task, runner
-        self.plain = None if parameters is None else plain_units(task.model, parameters)
+        self.owners = find_owners(task.model, parameters)
+        self.plain = plain_units(task.model, self.owners) if assume_plain else None
         self.shortest = min((b for b in batches if len(b) > 1), key=_size, default=None)
         self._found: dict[int, list[Unit]] = {}
 
@@ -199,7 +203,7 @@ class UnitsOnce:
             self._found[samples] = find_units(
                 self.task.model,
                 [layer.module for layer in self.task.layers],
-                [p for group in layer_parameters(self.task.layers) for p in group.values()],
+                self.owners,
                 lambda n: self.runner.forward(example.select(0, n)),
                 samples,
             )

@@ -58,6 +58,12 @@ def local_gradients(
         The number of the first sample, and for each parameter (samples, *shape).
     """
     values = {name: p.detach() for name, p in parameters.items()}
+    if any(v.is_meta or not v.is_floating_point() for v in values.values()):
+        raise ValueError(
+            f"{type(module).__name__} has no rule for its gradients, and its weights are offloaded or quantised, so "
+            "that "
+            "it cannot be computed again for each sample. Load it whole, or add a rule with register_rule."
+        )
     step = max(1, _CHUNK_ELEMENTS // max(1, sum(v.numel() for v in values.values())))
     for first in range(0, samples, step):
         chunk = slice(first, min(first + step, samples))

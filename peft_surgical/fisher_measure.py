@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
-from peft.tuners.tuners_utils import BaseTunerLayer
-from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import Tensor, nn
 
 from peft_surgical.batches import LABELS, Batch, forward_names
@@ -169,28 +167,3 @@ def model_inputs(model: nn.Module, batch: Batch, names: set[str] | None) -> dict
     if prepare and takes and labels is not None:
         inputs["decoder_input_ids"] = prepare(labels=labels)
     return inputs
-
-
-def layer_parameters(layers: Sequence[Layer]) -> list[dict[str, nn.Parameter]]:
-    """The base's parameters of each layer, by name. One that several layers share counts for the first of them."""
-    seen: set[int] = set()
-    found = []
-    for layer in layers:
-        own = {}
-        for name, p in _base_parameters(layer.module):
-            if id(p) not in seen:
-                seen.add(id(p))
-                own[name] = p
-        found.append(own)
-    return found
-
-
-def _base_parameters(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Parameter]]:
-    """The parameters of a module, without those of adapters."""
-    yield from ((prefix + name, p) for name, p in module.named_parameters(recurse=False))
-    for name, child in module.named_children():
-        if isinstance(child, BaseTunerLayer):
-            child = child.get_base_layer()
-        elif isinstance(child, AuxiliaryTrainingWrapper):
-            child = child.original_module
-        yield from _base_parameters(child, f"{prefix}{name}.")

@@ -8,11 +8,10 @@ tokens. That is assumed here at first, and checked in every call (`fisher_hooks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from torch import Tensor, nn
 
 from peft_surgical.batches import Batch
+from peft_surgical.fisher_owners import Owners
 from peft_surgical.fisher_rules import find_rule
 from peft_surgical.fisher_units import CallLayout, Unit, is_inherited
 
@@ -24,28 +23,27 @@ class NotPlain(Exception):
     """A module does not see all tokens of all samples, or is not called."""
 
 
-def plain_units(model: nn.Module, parameters: Iterable[nn.Parameter]) -> list[Unit] | None:
+def plain_units(model: nn.Module, owners: Owners) -> list[Unit] | None:
     """The modules to listen to if the model is plain; None if it cannot be.
 
     Args:
         model: The model.
-        parameters: The parameters whose gradients are wanted.
+        owners: The modules that own the parameters whose gradients are wanted, from `find_owners`.
 
     Example:
 
+        >>> from peft_surgical.fisher_owners import find_owners
         >>> model = nn.Sequential(nn.Linear(2, 3), nn.LayerNorm(3))
-        >>> [unit.name for unit in plain_units(model, model.parameters())]
+        >>> [unit.name for unit in plain_units(model, find_owners(model, model.parameters()))]
         ['0', '1']
     """
-    wanted = {id(p) for p in parameters}
+    names = {module: name for name, module in model.named_modules()}
     units = []
-    for name, module in model.named_modules():
-        own = {k: p for k, p in module.named_parameters(recurse=False) if id(p) in wanted}
-        if own:
-            rule = find_rule(module)
-            if rule is None or not is_inherited(module, rule):
-                return None
-            units.append(Unit(name, module, own, rule, [PLAIN], plain=True))
+    for module, own in owners.items():
+        rule = find_rule(module)
+        if rule is None or not is_inherited(module, rule):
+            return None
+        units.append(Unit(names[module], module, dict(own), rule, [PLAIN], plain=True))
     return units
 
 

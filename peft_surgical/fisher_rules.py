@@ -8,14 +8,16 @@ rule is computed once more for each sample (`fisher_local.py`), which is slower 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from copy import copy
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
 from peft_surgical.fisher_kernel import sum_normalized
+from peft_surgical.fisher_owners import is_packed_linear
 from peft_surgical.sample_gradients import DenseGradients, ProductGradients, RowGradients, SampleGradients
 
 
@@ -58,6 +60,8 @@ def register_rule(*classes: type[nn.Module]) -> Callable[[Rule], Rule]:
 
 def find_rule(module: nn.Module) -> Rule | None:
     """The rule for a module, or None."""
+    if is_packed_linear(module):
+        return linear
     for cls in type(module).__mro__:
         if cls in RULES:
             return RULES[cls]
@@ -119,17 +123,15 @@ def convolution(module: nn.Module, inputs: Tensor, grad_output: Tensor) -> Mappi
 
 
 def gain(module: nn.Module, inputs: Tensor, grad_output: Tensor) -> Mapping[str, SampleGradients]:
-    """y = (w + c) * u(x), as in every kind of RMSNorm and layer scale: dy/dw = u, found by putting in two values of
-    w"""
+    """y = (w + c) * u(x), as in every RMSNorm and layer scale: dy/dw = u, found by putting in two values of w"""
     ((name, weight),) = module.named_parameters(recurse=False)
-    u = _with_weight(module, name, torch.ones_like(weight), inputs)
-    u = u - _with_weight(module, name, torch.zeros_like(weight), inputs)
+    one = torch.ones(weight.shape, dtype=weight.dtype, device=inputs.device)  # the weight itself may be offloaded
+    u = _with_weight(module, name, one, inputs) - _with_weight(module, name, torch.zeros_like(one), inputs)
     return {name: _sum_over_tokens(grad_output * u, weight.dim())}
 
 
 def is_gain(module: nn.Module) -> bool:
-    """Whether all a module does with its one parameter, a vector, is to multiply its last dimension by it, plus a
-    constant.
+    """Whether a module's output is linear in its one parameter, a vector, entry by entry of the last dimension.
 
     This is tried out, for transformers has dozens of classes for it.
     """
@@ -137,11 +139,12 @@ def is_gain(module: nn.Module) -> bool:
     if len(parameters) != 1 or any(True for _ in module.children()) or parameters[0][1].dim() != 1:
         return False
     name, weight = parameters[0]
-    if weight.is_meta or not weight.is_floating_point():
+    if not weight.is_floating_point():
         return False
+    device = torch.device("cpu") if weight.is_meta else weight.device
     generator = torch.Generator().manual_seed(0)
     x, w = torch.randn(3, len(weight), generator=generator), torch.randn(len(weight), generator=generator)
-    x, w = (t.to(weight.device, torch.float32) for t in (x, w))
+    x, w = (t.to(device, torch.float32) for t in (x, w))
     try:
         zero, one, other = (_with_weight(module, name, v, x) for v in (torch.zeros_like(w), torch.ones_like(w), w))
     except Exception:  # noqa: BLE001  a module of another kind may raise anything
@@ -166,4 +169,7 @@ def _by_token(x: Tensor, samples: int) -> Tensor:
 
 
 def _with_weight(module: nn.Module, name: str, weight: Tensor, inputs: Tensor) -> Tensor:
-    return functional_call(module, {name: weight}, (inputs,))
+    """The module's output with another weight. Hooks, as of an offloaded module, are left out."""
+    twin: Any = copy(module)
+    twin._parameters = {name: weight}
+    return type(twin).forward(twin, inputs)

@@ -74,11 +74,13 @@ class DiagonalSum:
             self.sum = torch.zeros(shape, dtype=dtype, device=device)
         return add_up(self.sum)
 
-    def shares(self, total: Tensor | None, norm: float) -> Tensor:
+    def weighted(self, total: Tensor) -> Tensor:
+        """The entries of the total that are kept of each sample, as `shares` needs them."""
+        return self._kept.weighted(total.flatten())
+
+    def shares(self, weighted: Tensor | None) -> Tensor:
         """Estimates of what each sample of this process contributes to the norm of the total, up to a factor."""
-        if self.keeper is None:
-            return torch.zeros(0, dtype=torch.float64)
-        return self._kept.products(None if total is None else total.flatten(), 1 / norm if norm else 0.0, self._seen)
+        return self._kept.products(weighted, self._seen)
 
 
 def reduce_diagonals(pairs: Sequence[tuple[nn.Parameter, DiagonalSum]], count: float) -> list[TensorFisher]:
@@ -90,14 +92,23 @@ def reduce_diagonals(pairs: Sequence[tuple[nn.Parameter, DiagonalSum]], count: f
     """
     totals = [s.total(p) for p, s in pairs]
     norms, traces = _norms(totals, 2), _norms(totals, 1)  # nothing is negative
-    mine = _together([s.shares(t, norm) for (_, s), t, norm in zip(pairs, totals, norms.tolist(), strict=True)])
-    shares = torch.cat(gather(mine), 1)
+    shares = torch.cat(gather(_shares([s for _, s in pairs], totals, norms.tolist())), 1)
     # the exact norms are known, so that an error in the level of the estimates need not stay
     level = shares.sum(1)
     shares *= torch.where(level > 0, norms / level, 1.0)[:, None]
     sizes = [(p if total is None else total).numel() for (p, _), total in zip(pairs, totals, strict=True)]
     numbers = zip(sizes, (norms / count).tolist(), (traces / count).tolist(), shares, strict=True)
     return [TensorFisher(*row) for row in numbers]
+
+
+def _shares(sums: Sequence[DiagonalSum], totals: Sequence[Tensor | None], norms: Sequence[float]) -> Tensor:
+    """What each sample of this process contributes to each total, up to a factor for each, (P, N) float64."""
+    if sums[0].keeper is None:
+        return torch.zeros(len(sums), 0, dtype=torch.float64)
+    weighted = [s.weighted(t) for s, t in zip(sums, totals, strict=True) if t is not None]
+    scales = [1 / norm if norm else 0.0 for norm, t in zip(norms, totals, strict=True) if t is not None]
+    scaled = iter(torch._foreach_mul(weighted, scales) if weighted else [])  # so that no product is too small
+    return _together([s.shares(None if t is None else next(scaled)) for s, t in zip(sums, totals, strict=True)])
 
 
 def _norms(tensors: Sequence[Tensor | None], order: int) -> Tensor:
@@ -110,9 +121,9 @@ def _norms(tensors: Sequence[Tensor | None], order: int) -> Tensor:
 
 
 def _together(tensors: Sequence[Tensor]) -> Tensor:
-    """Tensors of one shape, stacked, on the CPU: one copy instead of many."""
+    """Tensors of one shape, stacked, float64 on the CPU: one copy instead of many."""
     device = next((t.device for t in tensors if t.device.type != "cpu"), torch.device("cpu"))
-    return torch.stack([t.to(device) for t in tensors]).cpu() if tensors else torch.zeros(0)
+    return torch.stack([t.to(device) for t in tensors]).cpu().double() if tensors else torch.zeros(0)
 
 
 class NormSum:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
 from peft_surgical.fisher_local import LocalCall, float_tensors, local_gradients
+from peft_surgical.fisher_owners import Owners
 from peft_surgical.fisher_rules import RULES, Rule, find_rule
 
 
@@ -72,7 +73,7 @@ class Unit:
 def find_units(
     model: nn.Module,
     layers: Sequence[nn.Module],
-    parameters: Iterable[nn.Parameter],
+    owners: Owners,
     run: Callable[[int], Any],
     samples: int,
 ) -> list[Unit]:
@@ -81,7 +82,7 @@ def find_units(
     Args:
         model: The model.
         layers: The layers that the parameters are in; lists of like modules inside them are taken for experts.
-        parameters: The parameters whose gradients are wanted.
+        owners: The modules that own the parameters whose gradients are wanted, from `find_owners`.
         run: Runs the model on that many samples of a batch.
         samples: 2, or 1 if every batch is a single sample.
 
@@ -91,25 +92,37 @@ def find_units(
     Raises:
         CannotTellSamplesApart: See there.
     """
-    calls = [_record(model, run, n) for n in range(1, samples + 1)]
-    return _Search(model, layers, {id(p) for p in parameters}, calls).units()
+    one = _record(model, owners, lambda: run(1))
+    two = _record(model, owners, lambda: run(2), one) if samples == 2 else None
+    return _Search(model, layers, owners, one, two).units()
+
+
+@dataclass
+class _Trace:
+    """What is kept of a tensor: its shape, and some of its values."""
+
+    shape: torch.Size
+    values: Tensor
 
 
 @dataclass
 class _Call:
-    inputs: list[Any]
-    spec: Any
-    outputs: list[Tensor]
+    inputs: list[_Trace | None]
+    outputs: list[_Trace]
     single: bool
     """Whether one tensor, and nothing else, was returned."""
+    layout: CallLayout | None
+    """How it tells samples apart, as far as it does."""
+    tensors: tuple[list[Any], Any, Tensor] | None = None
+    """The arguments, their structure and the output, for a module whose rule has to be checked."""
 
 
 _Calls = dict[nn.Module, list[_Call]]
 
 
 class _Search:
-    def __init__(self, model: nn.Module, layers: Sequence[nn.Module], wanted: set[int], calls: Sequence[_Calls]):
-        self.model, self.wanted, self.calls = model, wanted, calls
+    def __init__(self, model: nn.Module, layers: Sequence[nn.Module], owners: Owners, one: _Calls, two: _Calls | None):
+        self.owners, self.one, self.two = owners, one, two
         self.names = {module: name for name, module in model.named_modules()}
         self.parents: dict[nn.Module, tuple[nn.Module, str]] = {}
         for parent in self.names:
@@ -119,10 +132,8 @@ class _Search:
 
     def units(self) -> list[Unit]:
         units: dict[nn.Module, Unit] = {}
-        for owner in self.names:
-            own = {k: p for k, p in owner.named_parameters(recurse=False) if id(p) in self.wanted}
-            if own:
-                self._place(owner, own, units)
+        for owner, parameters in self.owners.items():
+            self._place(owner, dict(parameters), units)
         _count_once(units)
         return [unit for unit in units.values() if unit.parameters]
 
@@ -130,8 +141,6 @@ class _Search:
         """Let the module answer for the parameters, or else the nearest one around it that can."""
         layouts, owner = self._layouts(module), module
         rule = self._rule(module) if layouts is not None else None
-        if rule is None or not parameters.keys() <= {n for n, _ in module.named_parameters(recurse=False)}:
-            rule = None
         while layouts is None or not (rule or all(layout.complete for layout in layouts)):
             if module not in self.parents:
                 raise CannotTellSamplesApart(self.names[owner])
@@ -146,19 +155,22 @@ class _Search:
 
     def _layouts(self, module: nn.Module) -> list[CallLayout] | None:
         """How the module's calls tell samples apart; None if it is not called, or in a way that is not understood."""
-        mine = [calls.get(module, []) for calls in self.calls]
-        if not mine[0] or len({len(c) for c in mine}) != 1:
+        one = self.one.get(module, [])
+        if self.two is None:
+            return [] if one else None
+        two = self.two.get(module, [])
+        if not two or len(one) != len(two):
             return None
-        if len(mine) == 1:
-            return []
-        if module in self.experts and any(x.dim() == 2 for call in mine[1] for x in float_tensors(call.inputs)):
+        if module in self.experts and any(
+            x and x.values.is_floating_point() and len(x.shape) == 2 for x in two[0].inputs
+        ):
             return None
-        layouts = [_call_layout(one, two) for one, two in zip(*mine, strict=True)]
-        return [layout for layout in layouts if layout] if all(layouts) else None
+        layouts = [call.layout for call in two if call.layout]
+        return layouts if len(layouts) == len(two) else None
 
     def _rule(self, module: nn.Module) -> Rule | None:
-        calls = self.calls[-1][module]
-        if not all(call.single and call.inputs and isinstance(call.inputs[0], Tensor) for call in calls):
+        calls = (self.one if self.two is None else self.two)[module]
+        if not all(call.single and call.inputs and call.inputs[0] for call in calls):
             return None
         layouts = self._layouts(module) or []
         if any(axis in (None, UNKNOWN) for layout in layouts for axis in (layout.inputs[0], layout.outputs[0])):
@@ -184,61 +196,78 @@ def sample_axis(x: Any, axis: int | None, samples: int) -> int | None:
     return axis
 
 
-def _record(model: nn.Module, run: Callable[[int], Any], samples: int) -> _Calls:
+def _record(model: nn.Module, owners: Owners, run: Callable[[], Any], before: _Calls | None = None) -> _Calls:
+    """Run the model and note all calls; after a run on one sample, also how they tell apart two of them."""
     calls: _Calls = {}
+    checked = {m for m in owners if (rule := find_rule(m)) and not is_inherited(m, rule)}
 
     def note(module, args, kwargs, output):
         inputs, spec = tree_flatten((args, kwargs))
-        calls.setdefault(module, []).append(_Call(inputs, spec, float_tensors(output), isinstance(output, Tensor)))
+        outputs, mine = float_tensors(output), calls.setdefault(module, [])
+        earlier = before.get(module, []) if before is not None else []
+        layout = _call_layout(earlier[len(mine)], inputs, outputs) if len(mine) < len(earlier) else None
+        tensors = (inputs, spec, output) if module in checked and not mine else None
+        traces = [_trace(x) if isinstance(x, Tensor) else None for x in inputs]
+        mine.append(_Call(traces, [_trace(x) for x in outputs], isinstance(output, Tensor), layout, tensors))
 
     handles = [m.register_forward_hook(note, with_kwargs=True) for m in model.modules()]
     try:
         with torch.no_grad():
-            run(samples)
+            run()
     finally:
         for handle in handles:
             handle.remove()
     return calls
 
 
-def _call_layout(one: _Call, two: _Call) -> CallLayout | None:
-    if len(one.inputs) != len(two.inputs) or len(one.outputs) != len(two.outputs):
+_VALUES = 2048
+"""Values of a tensor that are compared."""
+
+
+def _trace(x: Tensor) -> _Trace:
+    flat = x.detach().reshape(-1)
+    return _Trace(x.shape, flat[:: max(1, flat.numel() // _VALUES)].clone())
+
+
+def _call_layout(one: _Call, inputs: list[Any], outputs: list[Tensor]) -> CallLayout | None:
+    if len(one.inputs) != len(inputs) or len(one.outputs) != len(outputs):
         return None
     try:
-        inputs = [_axis(a, b) for a, b in zip(one.inputs, two.inputs, strict=True)]
-        outputs = [_axis(a, b) for a, b in zip(one.outputs, two.outputs, strict=True)]
+        axes = [_axis(a, b) for a, b in zip(one.inputs, inputs, strict=True)]
+        out_axes = [_axis(a, b) for a, b in zip(one.outputs, outputs, strict=True)]
     except _NoAxis:
         return None
-    expandable = (axis is not None or x.shape[:1] == (1,) for axis, x in zip(outputs, two.outputs, strict=True))
-    return CallLayout(inputs, outputs, any(axis is not None for axis in outputs) and all(expandable))
+    expandable = (axis is not None or x.shape[:1] == (1,) for axis, x in zip(out_axes, outputs, strict=True))
+    return CallLayout(axes, out_axes, any(axis is not None for axis in out_axes) and all(expandable))
 
 
 class _NoAxis(Exception):
     pass
 
 
-def _axis(one: Any, two: Any) -> int | None:
+def _axis(one: _Trace | None, two: Any) -> int | None:
     """The dimension along which `two` holds what `one` holds, and as much again."""
-    if not isinstance(one, Tensor) or not isinstance(two, Tensor):
+    if one is None or not isinstance(two, Tensor):
         return UNKNOWN
     if one.shape == two.shape:
         return None
-    if one.dim() != two.dim():
+    if len(one.shape) != two.dim():
         raise _NoAxis
     differing = [i for i, (a, b) in enumerate(zip(one.shape, two.shape, strict=True)) if a != b]
     axis = differing[0]
     if len(differing) != 1 or two.shape[axis] != 2 * one.shape[axis]:
         raise _NoAxis
-    first = two.narrow(axis, 0, one.shape[axis])
-    if one.is_floating_point():
-        # only the order matters here, so that the difference which the size of a batch makes is no concern
-        scale = one.abs().nan_to_num(posinf=0).max() if one.numel() else 0
-        same = torch.allclose(first, one, rtol=0.05, atol=0.05 * float(scale), equal_nan=True)
-    else:
-        same = torch.equal(first, one)
-    if not same:
+    if not _alike(one.values, _trace(two.narrow(axis, 0, one.shape[axis])).values):
         raise _NoAxis
     return axis
+
+
+def _alike(one: Tensor, two: Tensor) -> bool:
+    """Whether values are the same, but for what the size of a batch may change: only their order matters here."""
+    if not one.is_floating_point():
+        return torch.equal(one, two)
+    scale = float(one.abs().nan_to_num(posinf=0).max()) if one.numel() else 0.0
+    return torch.allclose(two, one, rtol=0.05, atol=0.05 * scale, equal_nan=True)
 
 
 def _experts(layer: nn.Module) -> Iterable[nn.Module]:
@@ -282,15 +311,15 @@ def is_inherited(module: nn.Module, rule: Rule) -> bool:
 
 
 def _agrees_with_autograd(module: nn.Module, rule: Rule, call: _Call, layout: CallLayout | None) -> bool:
+    assert call.tensors is not None
+    arguments, spec, out = call.tensors
     samples, parameters = 2 if layout else 1, dict(module.named_parameters(recurse=False))
-    layout = layout or CallLayout([None] * len(call.inputs), [None])
-    inputs, outputs = layout.inputs, layout.outputs
-    out = call.outputs[0]
+    layout = layout or CallLayout([None] * len(arguments), [None])
     g = torch.randn(out.shape, generator=torch.Generator().manual_seed(0)).to(out)
-    inputs = [sample_axis(x, axis, samples) for x, axis in zip(call.inputs, inputs, strict=True)]
-    local = LocalCall(call.inputs, inputs, call.spec, outputs, {0: g})
+    axes = [sample_axis(x, axis, samples) for x, axis in zip(arguments, layout.inputs, strict=True)]
+    local = LocalCall(arguments, axes, spec, layout.outputs, {0: g})
     expected = next(local_gradients(module, parameters, [local], samples))[1]
-    got = rule(module, samples_first(call.inputs[0], inputs[0], samples), samples_first(g, outputs[0], samples))
+    got = rule(module, samples_first(arguments[0], axes[0], samples), samples_first(g, layout.outputs[0], samples))
     for name, e in expected.items():
         found = got[name].dense(0, samples).view_as(e)
         if (found - e).norm() > 0.05 * e.norm():

@@ -27,7 +27,8 @@ from peft_surgical.fisher_engines import Engine, PaddingLengths, UnitsOnce, all_
 from peft_surgical.fisher_entries import Generators
 from peft_surgical.fisher_hooks import GradientListener, NotFinite
 from peft_surgical.fisher_local import float_tensors
-from peft_surgical.fisher_measure import FisherSums, FisherTask, Progress, check_values, layer_parameters
+from peft_surgical.fisher_measure import FisherSums, FisherTask, Progress, check_values
+from peft_surgical.fisher_owners import layer_parameters
 from peft_surgical.fisher_sums import TensorFisher
 from peft_surgical.fisher_units import CannotTellSamplesApart, Unit
 from peft_surgical.processes import raise_everywhere
@@ -78,9 +79,10 @@ class LayerMajorEngine(Engine):
 
     def __init__(self, task: FisherTask, batches: Sequence[Batch], keep_inputs: str = "device"):
         super().__init__(task, batches)
-        self.units = UnitsOnce(task, self.runner, batches)
-        self.padding = PaddingLengths(task, self.runner)
         self.parameters = layer_parameters(task.layers)
+        flat = [p for group in self.parameters for p in group.values()]
+        self.units = UnitsOnce(task, self.runner, batches, flat, assume_plain=False)
+        self.padding = PaddingLengths(task, self.runner)
         self.generators = Generators(task.seed)
         self.store = _Store(keep_inputs)
         self.passes: list[_Pass] = []

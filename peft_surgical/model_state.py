@@ -58,14 +58,18 @@ def untouched(model: nn.Module, seed: int = 0) -> Iterator[None]:
 @contextmanager
 def _same_flags(model: nn.Module) -> Iterator[None]:
     training = [(module, module.training) for module in model.modules()]
-    requiring = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    # by place: a module with offloaded weights has other parameter objects after each call
+    requiring = [
+        (m, name, p.requires_grad) for m in model.modules() for name, p in m._parameters.items() if p is not None
+    ]
     try:
         yield
     finally:
         for module, flag in training:
             module.training = flag
-        for parameter, flag in requiring:
-            if parameter.requires_grad != flag:
+        for module, name, flag in requiring:
+            parameter = module._parameters[name]
+            if parameter is not None and parameter.requires_grad != flag:
                 parameter.requires_grad_(flag)
 
 

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from peft_surgical.batches import Batch
 from peft_surgical.fisher import FisherMeasurement, layer_fisher
-from peft_surgical.fisher_measure import FisherTask, Progress, Runner, check_values, layer_parameters
+from peft_surgical.fisher_measure import FisherTask, Progress, Runner, check_values
+from peft_surgical.fisher_owners import layer_parameters
 from peft_surgical.fisher_sums import TensorFisher
 from peft_surgical.layers import Layer
 from peft_surgical.log_likelihood import Objective

@@ -11,6 +11,7 @@ from torch import nn
 from peft_surgical import fisher_engines
 from peft_surgical.batches import Batch
 from peft_surgical.fisher import layer_fisher
+from peft_surgical.fisher_owners import find_owners
 from peft_surgical.fisher_plain import plain_units
 from peft_surgical.layers import choose_stack
 from peft_surgical.log_likelihood import make_objective
@@ -22,8 +23,8 @@ def trials(monkeypatch):
     sizes = []
     find = fisher_engines.find_units
 
-    def counted(model, layers, parameters, run, samples):
-        return find(model, layers, parameters, lambda n: sizes.append(n) or run(n), samples)
+    def counted(model, layers, owners, run, samples):
+        return find(model, layers, owners, lambda n: sizes.append(n) or run(n), samples)
 
     monkeypatch.setattr(fisher_engines, "find_units", counted)
     return sizes
@@ -98,8 +99,8 @@ def test_a_model_with_a_module_that_has_no_rule_is_not_plain():
             self.matrix = nn.Parameter(torch.ones(3, 3))
 
     model = nn.Sequential(nn.Linear(3, 3), Own())
-    assert plain_units(model, model.parameters()) is None
-    assert [unit.name for unit in plain_units(model, model[0].parameters())] == ["0"]
+    assert plain_units(model, find_owners(model, model.parameters())) is None
+    assert [unit.name for unit in plain_units(model, find_owners(model, model[0].parameters()))] == ["0"]
 
 
 def test_a_linear_map_with_its_own_forward_is_not_plain():
@@ -107,6 +108,6 @@ def test_a_linear_map_with_its_own_forward_is_not_plain():
         def forward(self, x):
             return 2 * super().forward(x)
 
-    assert plain_units(Doubled(3, 3), Doubled(3, 3).parameters()) == []
     model = Doubled(3, 3)
-    assert plain_units(model, model.parameters()) is None
+    assert plain_units(model, find_owners(model, Doubled(3, 3).parameters())) == []
+    assert plain_units(model, find_owners(model, model.parameters())) is None
