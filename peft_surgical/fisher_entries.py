@@ -141,23 +141,28 @@ class KeptEntries:
         squares = values.to(torch.promote_types(values.dtype, torch.float32)).square()
         self._squares[first] = self._squares[first] + squares if first in self._squares else squares
 
-    def products(self, diagonal: Tensor | None, scale: float, samples: int) -> Tensor:
+    def weighted(self, diagonal: Tensor) -> Tensor:
+        """The entries of a flat diagonal that are kept, each times the number that it stands for, (M,)."""
+        return diagonal if self.entries is None else diagonal[self.entries.index] * self.entries.weight
+
+    def products(self, weighted: Tensor | None, samples: int) -> Tensor:
         """Estimates of <F, d_n> for each sample.
 
         Args:
-            diagonal: F, flat. None if there was no gradient.
-            scale: Factor for F, so that it is of moderate size.
+            weighted: What `weighted` made of F. None if there was no gradient.
             samples: How many samples there were, N.
 
         Returns:
-            (N,) float64, on the device of F.
+            (N,), on the device of F.
         """
-        if diagonal is None:
-            return torch.zeros(samples, dtype=torch.float64)
-        out = diagonal.new_zeros(samples, dtype=torch.float64)
-        at = diagonal if self.entries is None else diagonal[self.entries.index] * self.entries.weight
-        for first, squares in self._squares.items():
-            out[first : first + len(squares)] += torch.mv(squares, at * scale)
+        if weighted is None:
+            return torch.zeros(samples)
+        parts = {first: torch.mv(squares, weighted) for first, squares in self._squares.items()}
+        if len(parts) == 1 and len(parts[min(parts)]) == samples:
+            return parts[min(parts)]
+        out = weighted.new_zeros(samples)
+        for first, part in parts.items():
+            out[first : first + len(part)] = part
         return out
 
 

@@ -42,7 +42,7 @@ def estimate(gradients, seed, together=1, parts=1):
             keeper.keep(one, first, part, total, pending)
     keeper.flush()
     _, diagonal = exact(gradients)
-    return [one.products(diagonal, 1.0, gradients.samples) for one in kept]
+    return [one.products(one.weighted(diagonal), gradients.samples).double() for one in kept]
 
 
 @pytest.mark.parametrize("parts", [1, 3])
@@ -92,7 +92,7 @@ def test_the_passes_and_the_parts_of_a_batch_add_up(size):
     index = torch.arange(size) if parts.entries is None else parts.entries.index
     weight = 1 if parts.entries is None else parts.entries.weight
     wanted = (whole.at(index).double().square() * weight * total[index]).sum(1) * 2
-    assert torch.allclose(parts.products(total, 1.0, 6), wanted, rtol=1e-5)
+    assert torch.allclose(parts.products(parts.weighted(total), 6).double(), wanted, rtol=1e-5)
 
 
 def test_gradients_of_zero_are_drawn_without_complaint():
