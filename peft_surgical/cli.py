@@ -1,10 +1,10 @@
-"""The command `peft-surgical`: rank, train, evaluate, demo."""
+"""The command `peft-surgical`: rank, train, evaluate, inspect, diff, merge, convert, export-lora, demo."""
 
 from __future__ import annotations
 
 import typer
 
-from peft_surgical.commands import demo, evaluate, rank, train
+from peft_surgical.commands import convert, demo, diff, evaluate, inspect, merge, rank, train
 
 
 app = typer.Typer(
@@ -18,6 +18,11 @@ app = typer.Typer(
 app.command()(rank.rank)
 app.command()(train.train)
 app.command()(evaluate.evaluate)
+app.command()(inspect.inspect)
+app.command()(diff.diff)
+app.command()(merge.merge)
+app.command()(convert.convert)
+app.command("export-lora")(convert.export)
 app.command()(demo.demo)
 
 

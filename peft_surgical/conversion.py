@@ -7,7 +7,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from peft import LoraConfig
+from peft import LoraConfig, PeftModel
 from peft.utils import SAFETENSORS_WEIGHTS_NAME
 from tqdm import tqdm
 
@@ -109,6 +109,24 @@ def export_lora(adapter: str | os.PathLike, output: str | os.PathLike, *, head: 
     return [entry.name for entry in delta.entries if entry not in taken and entry not in others]
 
 
+def load_with_base(delta: AdapterFile, base: str | os.PathLike | None = None) -> PeftModel:
+    """The model of an adapter: its base, with the head's size that it needs, and the adapter on it.
+
+    Args:
+        delta: The adapter.
+        base: The base; by default the one that the adapter's config names.
+
+    Raises:
+        ValueError: Neither names a base.
+    """
+    before = _base_of(delta, base)
+    labels = getattr(delta.config, "labels", None) or {}
+    cls: Any = type(merged_model(before, delta))
+    options = {"num_labels": labels["num_labels"]} if labels else {}
+    model = cls.from_pretrained(before.folder, dtype="auto", **options)
+    return PeftModel.from_pretrained(model, str(delta.folder)).eval()
+
+
 def base_tensors(delta: AdapterFile, base: str | os.PathLike | None = None) -> ModelTensors:
     """The tensors of an adapter's base, read when asked for.
 
@@ -119,8 +137,12 @@ def base_tensors(delta: AdapterFile, base: str | os.PathLike | None = None) -> M
     Raises:
         ValueError: Neither names a base.
     """
+    before = _base_of(delta, base)
+    return ModelTensors(before, merged_model(before, delta))
+
+
+def _base_of(delta: AdapterFile, base: str | os.PathLike | None) -> Checkpoint:
     source = base or delta.config.base_model_name_or_path
     if not source:
         raise ValueError(f"{delta.source} does not name its base. Give base=... (--base).")
-    before = Checkpoint(source)
-    return ModelTensors(before, merged_model(before, delta))
+    return Checkpoint(source)

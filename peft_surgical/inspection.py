@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from peft_surgical.adapter_files import AdapterFile, Entry
+from peft_surgical.adapter_files import AdapterFile, Entry, method_of
 from peft_surgical.checkpoint_tensors import ModelTensors
 from peft_surgical.encoded_tensors import ERROR
 from peft_surgical.encodings import difference, find_encoding
@@ -111,7 +111,8 @@ def inspect_adapter(source: str | os.PathLike) -> Inspection:
     """
     adapter = AdapterFile(source)
     groups = [_group(name, entries, adapter) for name, entries in _by_layer(adapter).items()]
-    return Inspection(adapter.source, adapter.config.to_dict(), groups)
+    config = {**adapter.config.to_dict(), "peft_type": method_of(adapter.config)}
+    return Inspection(adapter.source, config, groups)
 
 
 def compare_adapters(

@@ -172,7 +172,7 @@ def _merge_in_memory(
     labels = getattr(delta.config, "labels", None) or {}
     sizes = {"num_labels": labels["num_labels"]} if labels else {}
     model = cls.from_pretrained(before.folder, dtype="auto", **sizes)
-    merged: Any = PeftModel.from_pretrained(model, delta.folder).merge_and_unload()
+    merged: Any = PeftModel.from_pretrained(model, str(delta.folder)).merge_and_unload()
     if dtype is not None:
         merged = merged.to(dtype)
     merged.save_pretrained(folder, max_shard_size=max_shard_size)

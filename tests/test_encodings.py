@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import batch, build
 
 from peft_surgical import SurgicalConfig
+from peft_surgical.distillation import distil_scales
 from peft_surgical.encoded_tensors import decode_tensors, encode_tensor
 from peft_surgical.encodings import ENCODINGS
 
@@ -398,3 +399,47 @@ def test_stock_lora_is_not_concerned(tmp_path):
     model.save_pretrained(tmp_path)
     assert not any(":" in name for name in load_file(tmp_path / "adapter_model.safetensors"))
     shutil.rmtree(tmp_path)
+
+
+# ---- distilled step sizes
+
+
+def test_distilled_steps_imitate_the_trained_model_better_also_on_other_batches(tmp_path):
+    model = tuned_bert("values")
+    model.requires_grad_(False)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "surgical" in name:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    other = batch("bert", 16, seed=99, labels=False)
+    wanted = model(**other).logits
+    heads = live(model, "default")
+    model.peft_config["default"].encoding = "sign"
+    model.save_pretrained(tmp_path / "plain")
+
+    found = distil_scales(model, [batch("bert", 8, seed=i) for i in range(6)])
+    assert found.after < 0.3 * found.before
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+    model.save_pretrained(tmp_path / "distilled")
+    errors = []
+    for name in ("plain", "distilled"):
+        logits = PeftModel.from_pretrained(build("bert"), tmp_path / name)(**other).logits
+        errors.append(float((logits - wanted).square().mean()))
+    assert errors[1] < 0.6 * errors[0]
+    # the file holds just what was distilled, and only matrices were changed
+    torch.testing.assert_close(
+        PeftModel.from_pretrained(build("bert"), tmp_path / "distilled")(**other).logits,
+        model(**other).logits,
+        atol=1e-5,
+        rtol=0,
+    )
+    after = live(model, "default")
+    assert all(torch.equal(after[n], t) for n, t in heads.items() if t.ndim < 2 or "classifier" in n)
+
+
+def test_distilling_nothing_is_an_error():
+    with pytest.raises(ValueError, match="there is no batch"):
+        distil_scales(tuned_bert("values"), [])
+    model = get_peft_model(build("bert"), LoraConfig(task_type="SEQ_CLS", target_modules=["query"]))
+    with pytest.raises(ValueError, match="'default' has no matrix to encode"):
+        distil_scales(model, [batch("bert")])

@@ -76,6 +76,9 @@ HeadSeeds = Annotated[
         rich_help_panel=_RANKING,
     ),
 ]
+DeltaEncoding = Annotated[
+    str, typer.Option(help="How tensors are written: values, lossless, bf16, int8, int4 or sign.")
+]
 Seed = Annotated[int, typer.Option(help="Seed of the new head and of all draws.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Show errors only.")]
 
@@ -104,6 +107,22 @@ def parse_layers(text: str | None) -> str | tuple[int | str, ...] | None:
         return None
     items = tuple(_number_or_text(item.strip()) for item in text.split(","))
     return items[0] if len(items) == 1 and isinstance(items[0], str) else items
+
+
+def parse_depth_mark(name: str, text: str | None) -> int | float | None:
+    """Read a layer's index or a fraction of the depth written on a command line.
+
+    Example:
+
+        >>> parse_depth_mark("n1", "4"), parse_depth_mark("n1", "0.2")
+        (4, 0.2)
+    """
+    if text is None:
+        return None
+    try:
+        return int(text) if text.lstrip("-").isdigit() else float(text)
+    except ValueError:
+        raise ValueError(f"--{name} {text}: allowed are a layer's index and a fraction such as 0.2.") from None
 
 
 def _number_or_text(item: str) -> int | str:
