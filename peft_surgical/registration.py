@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from peft import PeftConfig
+from peft import PeftConfig, peft_model
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 from peft.tuners.tuners_utils import BaseTuner
 from peft.utils import hotswap, register_peft_method
@@ -53,6 +53,31 @@ def register_method(name: str, config_cls: type[PeftConfig], model_cls: type[Bas
         PEFT_TYPE_TO_TUNER_MAPPING[peft_type] = model_cls
         return
     register_peft_method(name=name.lower(), config_cls=config_cls, model_cls=model_cls, prefix=prefix)
+
+
+def load_on_cpu(name: str) -> None:
+    """Let PEFT read the files of one method to the CPU, from where each tensor goes straight to its module's device.
+
+    PEFT itself reads them to the first accelerator that it finds, in every process and wherever the model is.
+
+    Args:
+        name: The method's name in capitals.
+    """
+    original: Any = peft_model.load_peft_weights
+    if not hasattr(original, "on_cpu"):
+
+        @functools.wraps(original)
+        def by_method(model_id, device=None, *args, **kwargs):
+            source = {key: kwargs[key] for key in ("subfolder", "revision", "cache_dir", "token") if key in kwargs}
+            try:
+                kind = PeftConfig._get_peft_type(model_id, **source)
+            except Exception:  # the original says what is wrong
+                kind = None
+            return original(model_id, "cpu" if kind in by_method.on_cpu else device, *args, **kwargs)  # type: ignore[attr-defined]
+
+        by_method.on_cpu = set()  # type: ignore[attr-defined]
+        peft_model.load_peft_weights = by_method
+    peft_model.load_peft_weights.on_cpu.add(PeftType[name])  # type: ignore[attr-defined]
 
 
 def register_hotswap(name: str, swap_in: SwapIn, model_cls: type[BaseTuner], keys: Sequence[str] = ()) -> None:

@@ -24,11 +24,11 @@ from transformers.pytorch_utils import Conv1D
 
 from peft_surgical.delta import check_base
 from peft_surgical.hotswap import swap_in
-from peft_surgical.registration import register_hotswap, register_method
+from peft_surgical.registration import load_on_cpu, register_hotswap, register_method
 from peft_surgical.strata import plain_strata, resolve_strata, unite_strata
 from peft_surgical.stratified_config import StratifiedConfig
 from peft_surgical.stratified_layers import StratifiedModule, StratifiedOwner, make_restoring
-from peft_surgical.stratum_tensors import check_choice, check_targets, copied_tensors, lora_paths
+from peft_surgical.stratum_tensors import check_choice, choose
 from peft_surgical.surgical import _is_excluded
 from peft_surgical.tuned_module import TunedModule
 from peft_surgical.tuner import DeltaTuner, _Matching
@@ -65,26 +65,17 @@ class StratifiedModel(DeltaTuner, LoraModel):  # type: ignore[misc]
             _maybe_include_all_linear_layers(config, model)
             config._lora = {path for path, _ in base_modules("", model) if check_target_module_exists(config, path)}
             return {}
-        config._lora = set()
 
         def is_left_out(path: str) -> bool:
             return matches_any(path, config.modules_to_save) or _is_excluded(path, config)
 
-        chosen: dict[str, list[str]] = {}
         strata = resolve_strata(model, config)
-        for stratum in strata:
-            for layer in stratum.modules:
-                lora = lora_paths(stratum, layer, is_left_out)
-                config._lora.update(lora)
-                for path, (owner, names) in copied_tensors(stratum, layer, lora, is_left_out).items():
-                    chosen[path] = names
-                    if owner.has_parts or path == layer.path:
-                        config._owners.add(path)
-        check_targets(strata, config._lora)
-        check_choice(config, chosen, model)
+        choice = choose(strata, is_left_out)
+        check_choice(choice, model, use_dora=config.use_dora)
+        config._lora, config._owners = choice.lora, choice.owners
         config.strata = plain_strata(strata, model)
         config.n1 = config.n2 = config.variant = None
-        return chosen
+        return choice.copies
 
     def _touched_tensors(self, config: Any, model: nn.Module) -> dict[str, torch.Tensor]:
         touched = super()._touched_tensors(config, model)
@@ -283,4 +274,5 @@ class StratifiedModel(DeltaTuner, LoraModel):  # type: ignore[misc]
 
 
 register_method("STRATIFIED", StratifiedConfig, StratifiedModel, StratifiedModel.prefix)
+load_on_cpu("STRATIFIED")
 register_hotswap("STRATIFIED", swap_in, StratifiedModel, ["use_rslora", "lora_dropout", "alpha_pattern", "use_dora"])

@@ -22,7 +22,7 @@ from peft_surgical.dequantised_module import DequantisedModule
 from peft_surgical.hotswap import swap_in
 from peft_surgical.layers import Layer, LayerSpec, plain_layers, resolve_layers, unwrap
 from peft_surgical.quantised import can_be_dequantised, is_quantised
-from peft_surgical.registration import add_peft_type, register_hotswap, register_method
+from peft_surgical.registration import add_peft_type, load_on_cpu, register_hotswap, register_method
 from peft_surgical.tuned_module import TunedModule, TunedOwner
 from peft_surgical.tuner import DeltaTuner, _Matching
 from peft_surgical.units import bottom, innermost_tuned, matches_any, own_tensor_names, units
@@ -307,4 +307,5 @@ def _quantised(path: str, module: nn.Module, way_out: str) -> ValueError:
 
 
 register_method("SURGICAL", SurgicalConfig, SurgicalModel, SurgicalModel.prefix)
+load_on_cpu("SURGICAL")
 register_hotswap("SURGICAL", swap_in, SurgicalModel)

@@ -390,8 +390,13 @@ class DeltaTuner(BaseTuner):
             is_known=cls._may_be_saved_along(config, model),
         )
         config.forget_saved_names()
-        # PEFT may assign what it loads, which would bring the file's dtype into the model
-        return {name: tensor.to(live[name].dtype) if name in live else tensor for name, tensor in remapped.items()}
+        # PEFT may assign what it loads, which would bring the file's dtype and device into the model
+        return {name: _like(live[name], tensor) if name in live else tensor for name, tensor in remapped.items()}
+
+
+def _like(live: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    device = tensor.device if live.device.type == "meta" else live.device  # those follow their base afterwards
+    return tensor.to(device, live.dtype)
 
 
 @dataclass
