@@ -143,7 +143,8 @@ def is_gain(module: nn.Module) -> bool:
         return False
     device = torch.device("cpu") if weight.is_meta else weight.device
     generator = torch.Generator().manual_seed(0)
-    x, w = torch.randn(3, len(weight), generator=generator), torch.randn(len(weight), generator=generator)
+    width = len(weight)
+    x, w = torch.randn(3, width + 1, width, generator=generator), torch.randn(width, generator=generator)
     x, w = (t.to(device, torch.float32) for t in (x, w))
     try:
         zero, one, other = (_with_weight(module, name, v, x) for v in (torch.zeros_like(w), torch.ones_like(w), w))
