@@ -209,9 +209,13 @@ class StratifiedConfig(DeltaConfig, LoraConfig):
 
         Example:
 
-            >>> from peft_surgical import LayerRanking  # doctest: +SKIP
-            >>> ranking = LayerRanking.load("fim.json")  # doctest: +SKIP
-            >>> config = StratifiedConfig.by_ranking(ranking, lora=5, bitfit=4, task_type="SEQ_CLS")  # doctest: +SKIP
+            >>> from peft_surgical import LayerRanking
+            >>> ranking = LayerRanking(stack="encoder", scores=[0.1, 0.9, 0.2, 0.5])
+            >>> for stratum in StratifiedConfig.by_ranking(ranking, lora=1, bitfit=2).strata["encoder"]:
+            ...     print(stratum)
+            {'layers': [1], 'tune': 'lora'}
+            {'layers': [2, 3], 'tune': 'bitfit'}
+            {'layers': [0], 'tune': 'frozen'}
         """
         if not hasattr(ranking, "order"):
             from peft_surgical.surgical import _as_ranking

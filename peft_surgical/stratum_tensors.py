@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer, check_target_module_exists
@@ -16,6 +16,44 @@ from peft_surgical.layers import Layer
 from peft_surgical.strata import Stratum
 from peft_surgical.tuner import _Matching
 from peft_surgical.units import Owner, base_modules, bottom, original_tensor, owners
+
+
+@dataclass
+class Choice:
+    """What strata mean on a model.
+
+    Args:
+        lora: The paths of the modules that get LoRA.
+        copies: The names of the tensors that get a copy per adapter, by the path of the module that owns them.
+        owners: The paths of those owners that have other modules in them, and so keep their place.
+    """
+
+    lora: set[str] = field(default_factory=set)
+    copies: dict[str, list[str]] = field(default_factory=dict)
+    owners: set[str] = field(default_factory=set)
+
+
+def choose(strata: Sequence[Stratum], is_left_out: Callable[[str], bool]) -> Choice:
+    """What strata mean on the model that their layers belong to.
+
+    Args:
+        strata: The strata.
+        is_left_out: Tells whether a module is to be left alone, by its path.
+
+    Raises:
+        ValueError: Nothing can be tuned in a layer, or a name among `target_modules` matches nothing.
+    """
+    choice = Choice()
+    for stratum in strata:
+        for layer in stratum.modules:
+            lora = lora_paths(stratum, layer, is_left_out)
+            choice.lora.update(lora)
+            for path, (owner, names) in copied_tensors(stratum, layer, lora, is_left_out).items():
+                choice.copies[path] = names
+                if owner.has_parts or path == layer.path:
+                    choice.owners.add(path)
+    _check_targets(strata, choice.lora)
+    return choice
 
 
 def lora_paths(stratum: Stratum, layer: Layer, is_left_out: Callable[[str], bool]) -> list[str]:
@@ -127,16 +165,33 @@ def _nothing_to_tune(stratum: Stratum, layer: Layer) -> str:
     return f"Layer {layer.index} of the {stratum} has no {what} to tune. {hint}"
 
 
-def check_targets(strata: Sequence[Stratum], lora: Collection[str]) -> None:
-    """Refuse names among `target_modules` that match nothing; PEFT passes over them in silence.
+def check_choice(choice: Choice, model: nn.Module, *, use_dora: bool = False) -> None:
+    """Refuse what cannot be trained, before the model is changed.
 
     Args:
-        strata: The strata.
-        lora: The paths of all modules that get LoRA.
+        choice: What is to be trained.
+        model: The model.
+        use_dora: Whether LoRA is DoRA.
 
     Raises:
-        ValueError: A name matches no module in the strata that it belongs to.
+        ValueError: A tensor is quantised, offloaded, or in a module that another adapter's LoRA takes as a whole; or
+            DoRA is asked for on a module whose bias is trained.
     """
+    is_dry_run = all(parameter.device.type == "meta" for parameter in model.parameters())
+    for path in [*choice.lora, *choice.copies]:
+        _check_place(path, model)
+    for path, names in choice.copies.items():
+        for name in names:
+            _check_tensor(f"{path}.{name}", original_tensor(model.get_submodule(path), name), is_dry_run)
+        if use_dora and path in choice.lora and "bias" in names:
+            raise ValueError(
+                f"DoRA takes the base model's bias out of the output of {path} and cannot do so with a trained one. "
+                "Use bias_beside_lora='other' or 'none', or use_dora=False."
+            )
+
+
+def _check_targets(strata: Sequence[Stratum], lora: Collection[str]) -> None:
+    """Refuse names among `target_modules` that match nothing; PEFT passes over them in silence."""
     for stratum in strata:
         for name in stratum.target_modules if isinstance(stratum.target_modules, tuple) else ():
             if not any(path == name or path.endswith(f".{name}") for path in lora):
@@ -144,31 +199,6 @@ def check_targets(strata: Sequence[Stratum], lora: Collection[str]) -> None:
                     f"target_modules={list(stratum.target_modules or ())} of the {stratum} holds {name!r}, which "
                     f"matches no module. Linear modules there: {', '.join(linear_names(stratum.modules))}."
                 )
-
-
-def check_choice(config: Any, chosen: Mapping[str, Sequence[str]], model: nn.Module) -> None:
-    """Refuse what cannot be trained, before the model is changed.
-
-    Args:
-        config: The `StratifiedConfig`, with the paths that get LoRA in `_lora`.
-        chosen: The names of the tensors to copy, by the path of the module that owns them.
-        model: The model.
-
-    Raises:
-        ValueError: A tensor is quantised, offloaded, or in a module that another adapter's LoRA takes as a whole; or
-            DoRA is asked for on a module whose bias is trained.
-    """
-    is_dry_run = all(parameter.device.type == "meta" for parameter in model.parameters())
-    for path in [*config._lora, *chosen]:
-        _check_place(path, model)
-    for path, names in chosen.items():
-        for name in names:
-            _check_tensor(f"{path}.{name}", original_tensor(model.get_submodule(path), name), is_dry_run)
-        if path in config._lora and "bias" in names and config.use_dora:
-            raise ValueError(
-                f"DoRA takes the base model's bias out of the output of {path} and cannot do so with a trained one. "
-                "Use bias_beside_lora='other' or 'none', or use_dora=False."
-            )
 
 
 def _check_tensor(name: str, tensor: torch.Tensor, is_dry_run: bool) -> None:

@@ -53,7 +53,7 @@ def test_help_names_the_commands_and_their_defaults(run):
     for command in ("rank", "train", "evaluate", "demo"):
         assert command in words
     words = flat(run("train", "--help").replace("│", " "))
-    assert "Default by method: surgical 5e-05, last 5e-05, full 2e-05, head 0.001, lora 0.0004" in words
+    assert "Default by method: surgical 5e-05, last 5e-05, full 2e-05, head 0.001, spafit 6e-05, lora 0.0004" in words
     for option, default in (
         ("--epochs", "10"),
         ("--batch-size", "16"),
@@ -150,7 +150,7 @@ def test_warnings_of_the_package_are_shown(run, base, out, tmp_path):
     [
         (["--data", "nowhere.csv"], "no such file or folder"),
         (["--model", "./nowhere"], "no tokenizer could be loaded"),
-        (["--method", "magic"], "allowed are surgical, last, full, head, lora"),
+        (["--method", "magic"], "allowed are surgical, last, full, head, spafit, lora"),
         (["--layers", "9"], "layers 0 to 3"),
         (["--top-k", "9"], "encoder has 4 layers; allowed are 1 to 4"),
         (["--score", "magic"], "magic"),

@@ -62,6 +62,9 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
         ({"method": "last", "top_k": 3}, [1, 2, 3]),
         ({"method": "head"}, []),
         ({"method": "lora"}, [0, 1, 2, 3]),
+        ({"method": "spafit"}, [1, 2, 3]),
+        ({"method": "spafit", "n1": 1, "n2": 2, "lora_r": 2}, [2, 3]),
+        ({"method": "spafit", "preset": "SPAFIT-0-1-I", "lora_r": 2}, [1, 2, 3]),
         ({"method": "full"}, [0, 1, 2, 3]),
     ],
     ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else "",
@@ -312,7 +315,7 @@ def test_a_mistake_in_the_data_leaves_no_folder_behind(job, tmp_path):
         ({"method": "surgical", "layers": "last:2", "top_k": 2}, "--layers last:2 and --top-k both choose"),
         ({"method": "surgical", "layers": "last:2", "ranking": "r"}, "--layers last:2 and --ranking both choose"),
         ({"method": "head", "top_k": 2}, "--top-k has no meaning with --method head; it goes with surgical, last"),
-        ({"method": "full", "lora_r": 4}, "--lora-r has no meaning with --method full; it goes with lora"),
+        ({"method": "full", "lora_r": 4}, "--lora-r has no meaning with --method full; it goes with spafit, lora"),
         ({"bf16": True, "fp16": True}, "--bf16 and --fp16"),
     ],
 )

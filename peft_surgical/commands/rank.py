@@ -12,6 +12,7 @@ from peft_surgical.commands.console import make_console
 from peft_surgical.training.job import TrainingJob
 from peft_surgical.training.prepare import prepare
 from peft_surgical.training.prepare import rank as rank_job
+from peft_surgical.training.spafit import describe_strata_by_rank
 
 
 def rank(
@@ -38,7 +39,8 @@ def rank(
 ) -> None:
     """Rank a model's layers by how much they matter for a task, on some of its training rows.
 
-    The ranking can be used by `peft-surgical train --ranking FILE`, and by `SurgicalConfig(ranking=...)` in Python.
+    The ranking can be used by `peft-surgical train --ranking FILE`, and in Python by `SurgicalConfig(ranking=...)` and
+    `StratifiedConfig.by_ranking(...)`.
     """
     console = make_console(quiet=quiet)
     with options.errors_in_words(console):
@@ -65,6 +67,7 @@ def rank(
         )
         ranking = rank_job(prepare(job), job, progress=not quiet)
         console.print(str(ranking), markup=False, soft_wrap=True)
+        console.print(describe_strata_by_rank(ranking), markup=False, soft_wrap=True)
         if output is not None:
             ranking.save(str(output))
             console.print(f"Saved {output}")

@@ -20,10 +20,12 @@ from peft_surgical.commands.console import (
     share,
     size,
 )
+from peft_surgical.ranking import LayerRanking
 from peft_surgical.training.job import JOB_FILE, TrainingJob
 from peft_surgical.training.methods import METHODS, default_top_k
 from peft_surgical.training.model_card import describe_selection
 from peft_surgical.training.run import TrainingRun
+from peft_surgical.training.spafit import default_counts, describe_strata_by_rank
 
 
 _METHOD, _TRAINING, _CHOICE = "Method", "Training", "Choosing and measuring"
@@ -51,9 +53,48 @@ def train(
         str | None,
         _Option(help="The layers to tune in place of ranked ones: 3,5,-1 or last:2 or 4-9.", rich_help_panel=_METHOD),
     ] = None,
-    lora_r: Annotated[int, _Option(help="Rank of LoRA.", rich_help_panel=_METHOD)] = _J.lora_r,
-    lora_alpha: Annotated[int, _Option(help="Scale of LoRA.", rich_help_panel=_METHOD)] = _J.lora_alpha,
-    lora_dropout: Annotated[float, _Option(help="Dropout in LoRA.", rich_help_panel=_METHOD)] = _J.lora_dropout,
+    preset: Annotated[
+        str | None, _Option(help="A SPAFIT model of the paper, such as SPAFIT-4-9-II.", rich_help_panel=_METHOD)
+    ] = None,
+    n1: Annotated[
+        str | None,
+        _Option(
+            help="SPAFIT: the last frozen layer, or the fraction of the depth up to it. Default: 0.2.",
+            rich_help_panel=_METHOD,
+        ),
+    ] = None,
+    n2: Annotated[
+        str | None,
+        _Option(
+            help="SPAFIT: the last layer whose bias terms are trained, or a fraction. Default: 0.4.",
+            rich_help_panel=_METHOD,
+        ),
+    ] = None,
+    group_2: Annotated[
+        str,
+        _Option(
+            "--group-2",
+            help="SPAFIT: what is trained in the middle: bitfit, or norm for models without bias terms.",
+            rich_help_panel=_METHOD,
+        ),
+    ] = _J.group_2,
+    target_modules: Annotated[
+        list[str] | None,
+        _Option(
+            "--target-module",
+            help="SPAFIT: a module that gets LoRA, on models whose attention is not known by name; may be repeated.",
+            rich_help_panel=_METHOD,
+        ),
+    ] = None,
+    lora_r: Annotated[
+        int | None, _Option(help="Rank of LoRA. Default: lora 8, spafit 64.", rich_help_panel=_METHOD)
+    ] = None,
+    lora_alpha: Annotated[
+        int | None, _Option(help="Scale of LoRA. Default: lora 16, spafit 128.", rich_help_panel=_METHOD)
+    ] = None,
+    lora_dropout: Annotated[
+        float | None, _Option(help="Dropout in LoRA. Default: lora 0.1, spafit 0.", rich_help_panel=_METHOD)
+    ] = None,
     ranking: Annotated[
         str | None, _Option(help="A ranking saved before, in place of a new one.", rich_help_panel="Ranking")
     ] = None,
@@ -149,7 +190,9 @@ def train(
         _show_start(console, run)
         found = run.rank(progress=not quiet)
         if found is not None:
-            console.print(ranking_table(found, job.top_k or default_top_k(len(found.scores))))
+            console.print(ranking_table(found, _number_of_tuned(job, found)))
+            if job.method == "spafit":
+                console.print(describe_strata_by_rank(found, job.group_2), soft_wrap=True)
         with closing(RichProgress(console, job.method, run.metric)) as progress:
             run.callbacks = [progress]
             run.fit()
@@ -161,12 +204,22 @@ def _job(ctx: typer.Context, resume: bool) -> TrainingJob:
     fields = {field.name: ctx.params[field.name] for field in dataclasses.fields(TrainingJob)}
     fields["output"] = str(fields["output"])
     fields["text_columns"] = tuple(fields["text_columns"] or ())
+    fields["target_modules"] = tuple(fields["target_modules"] or ())
     fields["layers"] = options.parse_layers(fields["layers"])
+    fields["n1"], fields["n2"] = (options.parse_depth_mark(name, fields[name]) for name in ("n1", "n2"))
     if resume and (Path(fields["output"]) / JOB_FILE).exists():
         # by name: typer may carry its own copy of click
         given = {n: v for n, v in fields.items() if getattr(ctx.get_parameter_source(n), "name", "") == "COMMANDLINE"}
         fields = {**dataclasses.asdict(TrainingJob.load(fields["output"])), **given}
     return TrainingJob(**fields)
+
+
+def _number_of_tuned(job: TrainingJob, ranking: LayerRanking) -> int:
+    """How many of a ranking's layers a job tunes."""
+    depth = len(ranking.scores)
+    if job.method == "spafit":
+        return sum(default_counts(depth).values())
+    return job.top_k or default_top_k(depth)
 
 
 def _show_start(console: Console, run: TrainingRun) -> None:

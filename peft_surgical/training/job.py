@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from peft_surgical.training.methods import METHODS
 from peft_surgical.training.metrics import METRICS
+from peft_surgical.training.spafit import make_config
 
 
 JOB_FILE = "job.json"
@@ -44,9 +45,14 @@ class TrainingJob:
         fisher_labels: Labels that the Fisher information is taken at: `"given"`, `"sampled"` or `"exact"`.
         aggregation: How a layer's Fisher information becomes one number.
         head_seeds: Average the ranking over so many freshly drawn heads; 0 takes the head that training starts with.
-        lora_r: Rank of LoRA.
-        lora_alpha: Scale of LoRA, over its rank.
-        lora_dropout: Dropout in LoRA.
+        preset: For `"spafit"`, one of the paper's models, such as `"SPAFIT-4-9-II"`.
+        n1: For `"spafit"`, the last layer of group 1, or the fraction of the depth where it ends; 0.2 if not given.
+        n2: Likewise for group 2; 0.4 if not given.
+        group_2: What is trained in group 2: `"bitfit"`, or `"norm"` for models without bias terms.
+        target_modules: For `"spafit"`, the modules with LoRA, on models whose attention is not known by name.
+        lora_r: Rank of LoRA; 8 for `"lora"`, 64 for `"spafit"` if not given.
+        lora_alpha: Scale of LoRA, over its rank; 16 or 128 if not given.
+        lora_dropout: Dropout in LoRA; 0.1 or 0 if not given.
         epochs: Passes over the training rows.
         max_steps: The most optimizer steps; -1 for as many as the epochs need.
         batch_size: Rows per step and device.
@@ -97,9 +103,14 @@ class TrainingJob:
     fisher_labels: str = "given"
     aggregation: str = "frobenius"
     head_seeds: int = 0
-    lora_r: int = 8
-    lora_alpha: int = 16
-    lora_dropout: float = 0.1
+    preset: str | None = None
+    n1: int | float | None = None
+    n2: int | float | None = None
+    group_2: str = "bitfit"
+    target_modules: tuple[str, ...] = ()
+    lora_r: int | None = None
+    lora_alpha: int | None = None
+    lora_dropout: float | None = None
     epochs: float = 10
     max_steps: int = -1
     batch_size: int = 16
@@ -130,8 +141,9 @@ class TrainingJob:
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{_option(name)} {getattr(self, name)} is no fraction; allowed are 0 to below 1.")
         for name in ("epochs", "batch_size", "gradient_accumulation", "max_length", "samples", "lora_r"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{_option(name)} {getattr(self, name)} must be above 0.")
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"{_option(name)} {value} must be above 0.")
         self._refuse_contradictions()
 
     @property
@@ -142,7 +154,7 @@ class TrainingJob:
     @property
     def needs_ranking(self) -> bool:
         """Whether layers are chosen by a ranking."""
-        return METHODS[self.method].ranks and self.layers is None
+        return METHODS[self.method].ranks(self)
 
     def save(self, folder: str | Path) -> None:
         """Write the job into a folder, as `job.json`."""
@@ -169,6 +181,13 @@ class TrainingJob:
             for name in ("top_k", "ranking"):
                 if getattr(self, name) is not None:
                     raise ValueError(f"--layers {self.layers} and {_option(name)} both choose the layers. Drop one.")
+        if self.method == "spafit":
+            chosen = [name for name in ("preset", "n1", "n2", "ranking") if getattr(self, name) is not None]
+            if len(chosen) > 1 and chosen != ["n1", "n2"]:
+                options = " and ".join(f"{_option(name)} {getattr(self, name)}" for name in chosen)
+                raise ValueError(f"{options} choose the groups of layers in different ways. Give one of them.")
+            if self.ranking is None:
+                make_config(self)
         if self.bf16 and self.fp16:
             raise ValueError("--bf16 and --fp16 both choose a type to compute in. Drop one.")
         own = METHODS[self.method].options

@@ -12,6 +12,7 @@ from torch import nn
 
 from peft_surgical.ranking import LayerRanking
 from peft_surgical.surgical import SurgicalConfig
+from peft_surgical.training import spafit
 
 
 if TYPE_CHECKING:
@@ -30,14 +31,14 @@ class Method:
         about: What is trained, in a few words.
         learning_rate: The default learning rate.
         options: The fields of `TrainingJob` that only some methods understand, and this one does.
-        ranks: Whether the layers are ranked first, if the job does not name them.
+        ranks: Tells whether a job's layers are chosen by a ranking.
     """
 
     adapt: Adapt
     about: str
     learning_rate: float
     options: frozenset[str] = frozenset()
-    ranks: bool = False
+    ranks: Callable[[TrainingJob], bool] = lambda job: False
 
 
 def default_top_k(depth: int) -> int:
@@ -87,13 +88,20 @@ def adapt_lora(model: nn.Module, job: TrainingJob, ranking: LayerRanking | None,
     known = str(getattr(model.config, "model_type", "")) in TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
     config = LoraConfig(
         task_type=TaskType.SEQ_CLS,
-        r=job.lora_r,
-        lora_alpha=job.lora_alpha,
-        lora_dropout=job.lora_dropout,
+        r=8 if job.lora_r is None else job.lora_r,
+        lora_alpha=16 if job.lora_alpha is None else job.lora_alpha,
+        lora_dropout=0.1 if job.lora_dropout is None else job.lora_dropout,
         target_modules=None if known else "all-linear",
         modules_to_save=head,
     )
     return get_peft_model(model, config)
+
+
+def adapt_spafit(
+    model: nn.Module, job: TrainingJob, ranking: LayerRanking | None, head: list[str] | None
+) -> nn.Module:
+    """Groups of layers from the bottom up, or by rank: frozen, bias terms, LoRA (Arora and Wang, 2024)."""
+    return get_peft_model(model, spafit.make_config(job, ranking, head))
 
 
 METHODS: dict[str, Method] = {
@@ -105,12 +113,22 @@ METHODS: dict[str, Method] = {
         frozenset(
             {"top_k", "layers", "stack", "ranking", "samples", "score", "fisher_labels", "aggregation", "head_seeds"}
         ),
-        ranks=True,
+        ranks=lambda job: job.layers is None,
     ),
     "last": Method(adapt_last, "all weights of the last layers", 5e-5, frozenset({"top_k", "stack"})),
     # Arora and Wang (2024), section 5
     "full": Method(adapt_full, "all weights", 2e-5),
     "head": Method(adapt_head, "the task's head alone", 1e-3),
+    # learning rate: Arora and Wang (2024), appendix A.2
+    "spafit": Method(
+        adapt_spafit,
+        "lower layers frozen, bias terms in the middle, LoRA above",
+        6e-5,
+        frozenset(
+            {"preset", "n1", "n2", "group_2", "target_modules", "ranking", "lora_r", "lora_alpha", "lora_dropout"}
+        ),
+        ranks=lambda job: job.ranking is not None,
+    ),
     # Hu et al. (2022), table 9
     "lora": Method(adapt_lora, "LoRA", 4e-4, frozenset({"lora_r", "lora_alpha", "lora_dropout"})),
 }

@@ -31,6 +31,7 @@ from peft_surgical.training.metrics import METRICS, require_metrics
 from peft_surgical.training.model_card import write_model_card
 from peft_surgical.training.prepare import max_length, prepare, rank
 from peft_surgical.training.processes import this_process
+from peft_surgical.training.spafit import check_strata
 from peft_surgical.training.tasks import encode
 from peft_surgical.training.trainer import make_trainer, training_arguments
 
@@ -70,6 +71,7 @@ class TrainingRun:
                 f"--metric {self.metric}: for {self.prepared.task.kind} allowed are {', '.join(allowed)}."
             )
         _check_top_k(job, self.prepared.model)
+        check_strata(job, self.prepared.model)
         self.total_parameters = sum(p.numel() for p in self.prepared.model.parameters())
         self.ranking: LayerRanking | None = None
         self.seconds: dict[str, float] = {}
