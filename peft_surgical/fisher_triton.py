@@ -27,8 +27,8 @@ TILINGS = {2: Tiling(64, 128, 64, 4, 4), 4: Tiling(128, 128, 32, 8, 3)}
 """By the bytes of an operand; the fastest of 13 and 11 on an H100. Two small programs to a multiprocessor take turns:
 one squares while the other multiplies."""
 
-DOTS = {"fp32x3": "bf16x3", "tf32": "tf32", "bf16": "tf32"}
-"""What Triton calls the ways to multiply float32 operands; the last is never used, as those operands are bfloat16."""
+DOTS = {"fp32x3": "bf16x3", "tf32": "tf32"}
+"""What Triton calls the ways to multiply float32 operands."""
 
 TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
@@ -167,13 +167,14 @@ def launch(jobs: list[Job], kind: Kind, precision: str, norm: bool = False) -> N
         table.append((g.data_ptr(), a.data_ptr(), out.data_ptr(), *job.shape, *strides, first))
         first += job.tiles
     rows, columns, tokens, warps, stages = kind.tiling
+    dot = DOTS[precision] if kind.operand == torch.float32 else "tf32"  # which says nothing of shorter types
 
     def run() -> None:
         if kind.bulk:
             triton.set_allocator(functools.partial(_scratch, kind.device))
         _squared_products[(first,)](
             _upload(torch.tensor(table), kind.device), _tile_owners(tuple(job.tiles for job in jobs), kind.device),
-            jobs[0].lengths, kind.samples, kind.tokens, OPERAND=TYPES[kind.operand], DOT=DOTS[precision],
+            jobs[0].lengths, kind.samples, kind.tokens, OPERAND=TYPES[kind.operand], DOT=dot,
             BULK=kind.bulk, ALIGNED=kind.aligned, NORM=norm, ROWS=rows, COLUMNS=columns, TOKENS=tokens,
             num_warps=warps, num_stages=stages,
         )  # fmt: skip
