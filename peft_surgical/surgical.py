@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import operator
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -88,6 +89,10 @@ class SurgicalConfig(DeltaConfig):
         )
         if isinstance(self.exclude_modules, list):
             self.exclude_modules = set(self.exclude_modules)
+        # plain data, so that the config can be saved before it is used
+        self.layers = _plain_spec(self.layers)
+        if isinstance(self.ranking, os.PathLike):
+            self.ranking = os.fspath(self.ranking)
         if self.layers is not None and self.ranking is not None:
             raise ValueError("layers and ranking both choose the layers. Give one of them.")
         if self.top_k is not None and self.ranking is None:
@@ -229,6 +234,15 @@ def _as_ranking(ranking: Any) -> Any:
         f"ranking is a {type(ranking).__name__}; allowed are a LayerRanking, the path of a saved one, or its "
         "to_dict()."
     )
+
+
+def _plain_spec(layers: Any) -> Any:
+    """What a user wrote for layers with ranges, arrays and the like as lists."""
+    if isinstance(layers, Mapping):
+        return {stack: _plain_spec(spec) for stack, spec in layers.items()}
+    if isinstance(layers, (str, bytes)) or not isinstance(layers, Iterable):
+        return layers
+    return [operator.index(i) if hasattr(i, "__index__") and not isinstance(i, bool) else i for i in layers]
 
 
 def _layers_of(ranking: Any, top_k: int) -> LayerSpec:
