@@ -19,10 +19,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from peft_surgical.fisher_calls import CallLayout
 from peft_surgical.fisher_kernel import PendingSquares
 from peft_surgical.fisher_local import LocalCall, local_gradients
 from peft_surgical.fisher_plain import NotPlain, check_plain
-from peft_surgical.fisher_units import CallLayout, Unit, sample_axis, samples_first
+from peft_surgical.fisher_units import Unit, sample_axis, samples_first
 from peft_surgical.sample_gradients import DenseGradients, ProductGradients, SampleGradients, join
 
 

@@ -11,9 +11,10 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from peft_surgical.batches import Batch
+from peft_surgical.fisher_calls import CallLayout
 from peft_surgical.fisher_owners import Owners
 from peft_surgical.fisher_rules import find_rule
-from peft_surgical.fisher_units import CallLayout, Unit, is_inherited
+from peft_surgical.fisher_units import Unit, is_inherited
 
 
 PLAIN = CallLayout([0], [0])

@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten
 
-from peft_surgical.fisher_local import LocalCall, float_tensors, local_gradients
+from peft_surgical.fisher_calls import UNKNOWN, Call, CallLayout, Calls, record_calls
+from peft_surgical.fisher_local import LocalCall, local_gradients
 from peft_surgical.fisher_owners import Owners
 from peft_surgical.fisher_rules import RULES, Rule, find_rule
 
@@ -26,27 +26,8 @@ from peft_surgical.fisher_rules import RULES, Rule, find_rule
 logger = logging.getLogger(__name__)
 
 
-UNKNOWN = -1
-
-
 class CannotTellSamplesApart(Exception):
     """No module around a parameter has outputs that belong to single samples."""
-
-
-@dataclass
-class CallLayout:
-    """Which dimension of the tensors of one call runs over samples; None: the tensor belongs to all of them.
-
-    Args:
-        inputs: For each flattened argument. `UNKNOWN` if it is not always a tensor, like a mask that is left out where
-            there is no padding.
-        outputs: For each floating-point tensor returned.
-        complete: Whether every output belongs to single samples, or could be expanded to (its first dimension is 1).
-    """
-
-    inputs: list[int | None]
-    outputs: list[int | None]
-    complete: bool = True
 
 
 @dataclass
@@ -92,36 +73,14 @@ def find_units(
     Raises:
         CannotTellSamplesApart: See there.
     """
-    one = _record(model, owners, lambda: run(1))
-    two = _record(model, owners, lambda: run(2), one) if samples == 2 else None
+    checked = {m for m in owners if (rule := find_rule(m)) and not is_inherited(m, rule)}
+    one = record_calls(model, lambda: run(1), checked)
+    two = record_calls(model, lambda: run(2), checked, one) if samples == 2 else None
     return _Search(model, layers, owners, one, two).units()
 
 
-@dataclass
-class _Trace:
-    """What is kept of a tensor: its shape, and some of its values."""
-
-    shape: torch.Size
-    values: Tensor
-
-
-@dataclass
-class _Call:
-    inputs: list[_Trace | None]
-    outputs: list[_Trace]
-    single: bool
-    """Whether one tensor, and nothing else, was returned."""
-    layout: CallLayout | None
-    """How it tells samples apart, as far as it does."""
-    tensors: tuple[list[Any], Any, Tensor] | None = None
-    """The arguments, their structure and the output, for a module whose rule has to be checked."""
-
-
-_Calls = dict[nn.Module, list[_Call]]
-
-
 class _Search:
-    def __init__(self, model: nn.Module, layers: Sequence[nn.Module], owners: Owners, one: _Calls, two: _Calls | None):
+    def __init__(self, model: nn.Module, layers: Sequence[nn.Module], owners: Owners, one: Calls, two: Calls | None):
         self.owners, self.one, self.two = owners, one, two
         self.names = {module: name for name, module in model.named_modules()}
         self.parents: dict[nn.Module, tuple[nn.Module, str]] = {}
@@ -196,80 +155,6 @@ def sample_axis(x: Any, axis: int | None, samples: int) -> int | None:
     return axis
 
 
-def _record(model: nn.Module, owners: Owners, run: Callable[[], Any], before: _Calls | None = None) -> _Calls:
-    """Run the model and note all calls; after a run on one sample, also how they tell apart two of them."""
-    calls: _Calls = {}
-    checked = {m for m in owners if (rule := find_rule(m)) and not is_inherited(m, rule)}
-
-    def note(module, args, kwargs, output):
-        inputs, spec = tree_flatten((args, kwargs))
-        outputs, mine = float_tensors(output), calls.setdefault(module, [])
-        earlier = before.get(module, []) if before is not None else []
-        layout = _call_layout(earlier[len(mine)], inputs, outputs) if len(mine) < len(earlier) else None
-        tensors = (inputs, spec, output) if module in checked and not mine else None
-        traces = [_trace(x) if isinstance(x, Tensor) else None for x in inputs]
-        mine.append(_Call(traces, [_trace(x) for x in outputs], isinstance(output, Tensor), layout, tensors))
-
-    handles = [m.register_forward_hook(note, with_kwargs=True) for m in model.modules()]
-    try:
-        with torch.no_grad():
-            run()
-    finally:
-        for handle in handles:
-            handle.remove()
-    return calls
-
-
-_VALUES = 2048
-"""Values of a tensor that are compared."""
-
-
-def _trace(x: Tensor) -> _Trace:
-    flat = x.detach().reshape(-1)
-    return _Trace(x.shape, flat[:: max(1, flat.numel() // _VALUES)].clone())
-
-
-def _call_layout(one: _Call, inputs: list[Any], outputs: list[Tensor]) -> CallLayout | None:
-    if len(one.inputs) != len(inputs) or len(one.outputs) != len(outputs):
-        return None
-    try:
-        axes = [_axis(a, b) for a, b in zip(one.inputs, inputs, strict=True)]
-        out_axes = [_axis(a, b) for a, b in zip(one.outputs, outputs, strict=True)]
-    except _NoAxis:
-        return None
-    expandable = (axis is not None or x.shape[:1] == (1,) for axis, x in zip(out_axes, outputs, strict=True))
-    return CallLayout(axes, out_axes, any(axis is not None for axis in out_axes) and all(expandable))
-
-
-class _NoAxis(Exception):
-    pass
-
-
-def _axis(one: _Trace | None, two: Any) -> int | None:
-    """The dimension along which `two` holds what `one` holds, and as much again."""
-    if one is None or not isinstance(two, Tensor):
-        return UNKNOWN
-    if one.shape == two.shape:
-        return None
-    if len(one.shape) != two.dim():
-        raise _NoAxis
-    differing = [i for i, (a, b) in enumerate(zip(one.shape, two.shape, strict=True)) if a != b]
-    axis = differing[0]
-    if len(differing) != 1 or two.shape[axis] != 2 * one.shape[axis]:
-        raise _NoAxis
-    if not _alike(one.values, _trace(two.narrow(axis, 0, one.shape[axis])).values):
-        raise _NoAxis
-    return axis
-
-
-def _alike(one: Tensor, two: Tensor) -> bool:
-    """Whether values are the same, but for what the size of a batch may change: only their order matters here."""
-    if not one.is_floating_point():
-        return torch.equal(one, two)
-    scale = float(one.abs().nan_to_num(posinf=0).max()) if one.numel() else 0.0
-    return torch.allclose(two, one, rtol=0.05, atol=0.05 * scale, equal_nan=True)
-
-
 def _experts(layer: nn.Module) -> Iterable[nn.Module]:
     for module in layer.modules():
         children = list(module.children())
@@ -289,7 +174,7 @@ def _count_once(units: Mapping[nn.Module, Unit]) -> None:
                 units[module].parameters = {k: p for k, p in inner.items() if id(p) not in seen}
 
 
-def _is_sound(module: nn.Module, rule: Rule, call: _Call, layout: CallLayout | None) -> bool:
+def _is_sound(module: nn.Module, rule: Rule, call: Call, layout: CallLayout | None) -> bool:
     """Whether a rule that was made for a parent class holds for a class that computes its output in its own way."""
     cls = type(module)
     if is_inherited(module, rule):
@@ -310,7 +195,7 @@ def is_inherited(module: nn.Module, rule: Rule) -> bool:
     return cls.forward is base.forward or any(not p.is_floating_point() or p.is_meta for p in module.parameters())
 
 
-def _agrees_with_autograd(module: nn.Module, rule: Rule, call: _Call, layout: CallLayout | None) -> bool:
+def _agrees_with_autograd(module: nn.Module, rule: Rule, call: Call, layout: CallLayout | None) -> bool:
     assert call.tensors is not None
     arguments, spec, out = call.tensors
     samples, parameters = 2 if layout else 1, dict(module.named_parameters(recurse=False))

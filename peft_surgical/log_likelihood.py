@@ -1,8 +1,9 @@
 """What is differentiated: log p(y|x) of each sample, for the tasks that transformers has heads for.
 
-A model's outputs are read as a *distribution* over label slots: one slot for a class, one for each token of a text,
-two for a span. From it come the rows of an *objective*, a tensor (K, N): the sum over its K rows of the squared
-gradients is what sample n adds to the diagonal Fisher (Lodha et al. 2023, equation 1).
+A model's outputs are read (`task_outputs.py`) as a *distribution* over label slots (`label_distributions.py`): one
+slot for a class, one for each token of a text, two for a span. From it come the rows of an *objective*, a tensor (K,
+N): the sum over its K rows of the squared gradients is what sample n adds to the diagonal Fisher (Lodha et al. 2023,
+equation 1).
 
 - given: log p(y|x) of the sample's own label, K = 1.
 - sampled: log p(y|x) of D labels drawn from the model, each divided by sqrt(D), K = D.
@@ -14,17 +15,17 @@ from __future__ import annotations
 
 import math
 import random
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from peft_surgical.batches import Batch
+from peft_surgical.label_distributions import IGNORED, Distribution
 from peft_surgical.layers import unwrap
+from peft_surgical.task_outputs import TaskReader, find_reader
 
 
 LABEL_MODES = ("given", "sampled", "exact")
@@ -32,8 +33,6 @@ UNITS = ("sequence", "token")
 
 MAX_EXACT_ROWS = 128
 """Backward passes to a batch up to which exact labels are computed."""
-
-IGNORED = -100
 
 
 class Rows(NamedTuple):
@@ -51,141 +50,29 @@ class Rows(NamedTuple):
 Objective = Callable[[Any, Batch], Rows]
 
 
-class Distribution(ABC):
-    """The distribution of a batch's labels, N samples with S slots.
-
-    Args:
-        shape: (N, S).
-        rank: K, the rows that `exact_rows` has for each slot.
-        device: Where it is.
-    """
-
-    shape: torch.Size
-    rank: int
-    device: torch.device
-
-    @abstractmethod
-    def log_prob(self, labels: Tensor) -> Tensor:
-        """The log-likelihood of each label, (N, S); 0 for those that are ignored."""
-
-    @abstractmethod
-    def draw(self, uniform: Tensor) -> Tensor:
-        """Labels, (N, S), from numbers between 0 and 1, (N, S)."""
-
-    @abstractmethod
-    def exact_rows(self) -> Tensor:
-        """Values, (K, N, S): the squared gradients of a slot's K values add up to the expectation over its labels."""
-
-
-class Categorical(Distribution):
-    """A class for each slot; logits are (N, S, C)."""
-
-    def __init__(self, logits: Tensor):
-        self.logits = logits
-        self.shape, self.rank, self.device = logits.shape[:2], logits.shape[2] - 1, logits.device
-
-    def log_prob(self, labels: Tensor) -> Tensor:
-        losses = F.cross_entropy(self.logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="none")
-        return -losses.view(labels.shape)
-
-    def draw(self, uniform: Tensor) -> Tensor:
-        cumulated = self.logits.detach().double().softmax(-1).cumsum(-1)
-        return (cumulated < uniform[..., None] * cumulated[..., -1:]).sum(-1).clamp_max(self.logits.shape[-1] - 1)
-
-    def exact_rows(self) -> Tensor:
-        possible = self.logits.masked_fill(self.logits.isneginf(), 0)
-        return torch.einsum("nskc,nsc->kns", class_factors(self.logits.detach()), possible)
-
-
-class Gaussian(Distribution):
-    """A number for each slot, with variance 1; means are (N, S)."""
-
-    def __init__(self, mean: Tensor):
-        self.mean, self.shape, self.rank, self.device = mean, mean.shape, 1, mean.device
-
-    def log_prob(self, labels: Tensor) -> Tensor:
-        return -0.5 * (labels.to(self.mean.dtype) - self.mean).square() - 0.5 * math.log(2 * math.pi)
-
-    def draw(self, uniform: Tensor) -> Tensor:
-        return self.mean.detach() + torch.special.ndtri(uniform).to(self.mean.dtype)
-
-    def exact_rows(self) -> Tensor:
-        return self.mean[None]
-
-
-class Bernoulli(Distribution):
-    """Yes or no for each slot; logits are (N, S)."""
-
-    def __init__(self, logits: Tensor):
-        self.logits, self.shape, self.rank, self.device = logits, logits.shape, 1, logits.device
-
-    def log_prob(self, labels: Tensor) -> Tensor:
-        labels = labels.to(self.logits.dtype)
-        return -F.binary_cross_entropy_with_logits(self.logits, labels, reduction="none")
-
-    def draw(self, uniform: Tensor) -> Tensor:
-        return (uniform < self.logits.detach().double().sigmoid()).to(self.logits.dtype)
-
-    def exact_rows(self) -> Tensor:
-        p = self.logits.detach().sigmoid()
-        return ((p * (1 - p)).sqrt() * self.logits)[None]
-
-
-def class_factors(logits: Tensor) -> Tensor:
-    """Factors of the covariance of a softmax: diag(p) - p p^T = sum_k f_k f_k^T with C - 1 vectors f_k.
-
-    f_k = sqrt(p_k t_{k+1} / t_k) (e_k - sum_{j>k} q_j e_j), with t_k = p_k + ... + p_C and q_j = p_j / t_{k+1} the
-    distribution over the classes after k.
-
-    Args:
-        logits: (..., C).
-
-    Returns:
-        (..., C - 1, C).
-
-    Example:
-
-        >>> logits = torch.tensor([0.5, -1.0, 2.0], dtype=torch.float64)
-        >>> f, p = class_factors(logits), logits.softmax(-1)
-        >>> torch.allclose(f.T @ f, p.diag() - p[:, None] * p)
-        True
-    """
-    classes = logits.shape[-1]
-    log_p = logits.log_softmax(-1)
-    log_tail = log_p.flip(-1).logcumsumexp(-1).flip(-1)
-    scale = ((log_p + log_tail.roll(-1, -1) - log_tail)[..., :-1] / 2).exp().nan_to_num()
-    after = torch.ones(classes, classes, dtype=torch.bool, device=logits.device).triu(1)[:-1]
-    q = logits[..., None, :].masked_fill(~after, -math.inf).softmax(-1).nan_to_num()
-    return scale[..., None] * (torch.eye(classes, dtype=logits.dtype, device=logits.device)[:-1] - q)
-
-
 @dataclass
 class TaskObjective:
     """The objective of a task.
 
     Args:
-        distribution: Reads a model's outputs.
+        reader: Reads a model's outputs and labels.
         labels: Where labels come from: `"given"`, `"sampled"` or `"exact"`.
         unit: `"sequence"`: the labels of a sample are one outcome, their log-likelihoods add up. `"token"`: each label
             is an outcome of its own, and the mean is over labels.
         draws: Labels drawn for each sample, for `"sampled"`.
         seed: Seed of the draws. A sample gets the same ones whatever it shares a batch with.
-        slots: Reads the labels of a batch, (N, S), or None where there are none.
-        many_classes: Whether the classes are a vocabulary.
     """
 
-    distribution: Callable[[Any, Batch], Distribution]
+    reader: TaskReader
     labels: str
     unit: str
     draws: int
     seed: int
-    slots: Callable[[Batch], Tensor | None]
-    many_classes: bool = False
 
     def __call__(self, outputs: Any, batch: Batch) -> Rows:
-        distribution = self.distribution(outputs, batch)
-        labels = self.slots(batch)
-        if labels is None and (self.labels == "given" or self.many_classes):
+        distribution = self.reader.distribution(outputs, batch)
+        labels = self.reader.labels(batch)
+        if labels is None and (self.labels == "given" or self.reader.many_classes):
             raise ValueError(
                 f"labels={self.labels!r} needs labels in the data, and it has the columns {sorted(batch.inputs)}. Add "
                 "a column 'labels', or use labels='sampled' or 'exact' for a task with one label to a sample."
@@ -213,7 +100,7 @@ class TaskObjective:
 
     def _check_exact(self, distribution: Distribution, valid: Tensor) -> None:
         advice = "Use labels='sampled' with draws=..., whose mean over many draws is the same."
-        if self.many_classes:
+        if self.reader.many_classes:
             raise ValueError(f"labels='exact' would take a backward pass for each word of the vocabulary. {advice}")
         rows = int(valid.any(0).sum()) * distribution.rank
         if rows > MAX_EXACT_ROWS:
@@ -282,8 +169,7 @@ def make_objective(
                 "meaning. Leave them out."
             )
         return _UserObjective(log_likelihood)
-    read, slots, many = _reader(unwrap(model))
-    return TaskObjective(read, labels, unit, draws, seed, slots, many)
+    return TaskObjective(find_reader(unwrap(model)), labels, unit, draws, seed)
 
 
 @dataclass
@@ -300,129 +186,6 @@ class _UserObjective:
                 f"each, of shape ({len(batch)},), not their sum or mean."
             )
         return Rows(values[None], torch.ones_like(values))
-
-
-# ---- how the outputs of each kind of head are read
-
-_Reader = tuple[Callable[[Any, Batch], Distribution], Callable[[Batch], Tensor | None], bool]
-
-
-def _reader(model: nn.Module) -> _Reader:
-    name = type(model).__name__
-    config = getattr(model, "config", None)
-    seq2seq = bool(getattr(config, "is_encoder_decoder", False))
-    if name.endswith(("ForCausalLM", "LMHeadModel")) or (name.endswith("ForConditionalGeneration") and not seq2seq):
-        return _read_causal, _causal_slots, True
-    if name.endswith("ForConditionalGeneration") or name.endswith("ForMaskedLM"):
-        return _read_tokens, _token_slots, True
-    if name.endswith("ForTokenClassification"):
-        return _read_tokens, _token_slots, False
-    if name.endswith(("ForQuestionAnswering", "ForQuestionAnsweringSimple")):
-        return _read_span, _span_slots, False
-    if name.endswith("ForMultipleChoice"):
-        return _read_classes, _class_slots, False
-    if name.endswith(_CLASSIFIERS):
-        kind = getattr(config, "problem_type", None)
-        if kind == "regression" or (kind is None and getattr(config, "num_labels", 2) == 1):
-            return _read_numbers, _number_slots, False
-        if kind == "multi_label_classification":
-            return _read_yes_or_no, _number_slots, False
-        return _read_classes, _class_slots, False
-    if config is None:
-        return _read_classes, _class_slots, False
-    raise ValueError(
-        f"{name} has no head for a known task, so log p(y|x) is not defined. Use a model with a head, such as "
-        "AutoModelForSequenceClassification, or give log_likelihood=, a function (outputs, batch) -> (N,)."
-    )
-
-
-_CLASSIFIERS = ("ForSequenceClassification", "Classification", "ForNextSentencePrediction")
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
-def _logits(outputs: Any) -> Tensor:
-    if isinstance(outputs, Tensor):
-        return _wide(outputs)
-    logits = getattr(outputs, "logits", None)
-    logits = outputs[0] if logits is None and isinstance(outputs, tuple) else logits
-    if not isinstance(logits, Tensor):
-        raise ValueError(
-            f"The model returns a {type(outputs).__name__} without logits. Give log_likelihood=, a function "
-            "(outputs, batch) -> (N,)."
-        )
-    return _wide(logits)
-
-
-def _labels(batch: Batch, name: str = "labels") -> Tensor | None:
-    labels = batch.inputs.get(name)
-    return labels if isinstance(labels, Tensor) else None
-
-
-def _read_classes(outputs: Any, batch: Batch) -> Distribution:
-    logits = _logits(outputs)
-    if logits.shape[:-1] != (len(batch),):
-        raise ValueError(
-            f"The logits have shape {tuple(logits.shape)} for {len(batch)} samples; needed is ({len(batch)}, "
-            "classes). "
-            "Give log_likelihood=, a function (outputs, batch) -> (N,)."
-        )
-    return Categorical(logits[:, None])
-
-
-def _class_slots(batch: Batch) -> Tensor | None:
-    labels = _labels(batch, "next_sentence_label") if "next_sentence_label" in batch.inputs else _labels(batch)
-    if labels is not None and labels.is_floating_point():
-        raise ValueError(
-            f"The labels are {labels.dtype} numbers but the model has classes. Use integers, or a model with "
-            "num_labels=1 (regression) or problem_type='multi_label_classification'."
-        )
-    return None if labels is None else labels.view(len(batch), 1)
-
-
-def _read_numbers(outputs: Any, batch: Batch) -> Distribution:
-    return Gaussian(_logits(outputs).view(len(batch), -1))
-
-
-def _read_yes_or_no(outputs: Any, batch: Batch) -> Distribution:
-    return Bernoulli(_logits(outputs))
-
-
-def _number_slots(batch: Batch) -> Tensor | None:
-    labels = _labels(batch)
-    return None if labels is None else _wide(labels.view(len(batch), -1))
-
-
-def _read_tokens(outputs: Any, batch: Batch) -> Distribution:
-    return Categorical(_logits(outputs))
-
-
-def _token_slots(batch: Batch) -> Tensor | None:
-    return _labels(batch)
-
-
-def _read_causal(outputs: Any, batch: Batch) -> Distribution:
-    return Categorical(_logits(outputs)[:, :-1])
-
-
-def _causal_slots(batch: Batch) -> Tensor | None:
-    labels = _labels(batch)
-    return None if labels is None else labels[:, 1:]
-
-
-def _read_span(outputs: Any, batch: Batch) -> Distribution:
-    logits = torch.stack([_wide(outputs.start_logits), _wide(outputs.end_logits)], 1)
-    mask = batch.inputs.get("attention_mask")
-    if isinstance(mask, Tensor):  # padding is no answer, or the likelihood would depend on the other samples
-        logits = logits.masked_fill(~mask[:, None].bool(), -math.inf)
-    return Categorical(logits)
-
-
-def _span_slots(batch: Batch) -> Tensor | None:
-    start, end = _labels(batch, "start_positions"), _labels(batch, "end_positions")
-    return None if start is None or end is None else torch.stack([start.view(-1), end.view(-1)], 1)
 
 
 def _valid(distribution: Distribution, labels: Tensor | None, batch: Batch) -> Tensor:

@@ -9,11 +9,11 @@ import torch
 from fisher_cases import assert_same_norms, case
 from torch import nn
 
+from peft_surgical.aggregation import AGGREGATIONS, aggregate
 from peft_surgical.batches import Batch
 from peft_surgical.fisher import layer_fisher
 from peft_surgical.layers import Layer
 from peft_surgical.log_likelihood import make_objective
-from peft_surgical.scores import AGGREGATIONS, aggregate
 
 
 STACKS = [(f, None) for f in tiny_models.FAMILIES if f not in tiny_models.SEQ2SEQ]
@@ -89,16 +89,16 @@ def test_exact_labels_take_one_backward_pass_fewer_than_classes():
 @pytest.mark.parametrize("draws", [1, 3])
 @pytest.mark.parametrize(("family", "stack"), FOUR)
 def test_sampled_labels_equal_the_oracle_with_the_same_labels(family, stack, draws, monkeypatch):
-    from peft_surgical import log_likelihood
+    from peft_surgical import label_distributions
 
     drawn = []
-    original = log_likelihood.Categorical.draw
+    original = label_distributions.Categorical.draw
 
     def draw(self, uniform):
         drawn.append(original(self, uniform))
         return drawn[-1]
 
-    monkeypatch.setattr(log_likelihood.Categorical, "draw", draw)
+    monkeypatch.setattr(label_distributions.Categorical, "draw", draw)
     c = case(family, stack)
     found = measure(c, labels="sampled", draws=draws)
     assert len(drawn) == draws
