@@ -12,6 +12,7 @@ import operator
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from accelerate.utils import extract_model_from_parallel
 from peft import PeftMixedModel, PeftModel
@@ -185,6 +186,21 @@ def plain_layers(layers: Sequence[Layer], model: nn.Module) -> list[int] | dict[
     if len(by_stack) == 1 and list(by_stack) == list(find_stacks(model)):
         return next(iter(by_stack.values()))
     return by_stack
+
+
+def plain_spec(layers: Any) -> Any:
+    """What a user wrote for layers, with ranges, arrays and the like as lists of plain integers.
+
+    Example:
+
+        >>> plain_spec({"decoder": range(2), "encoder": "last:3"})
+        {'decoder': [0, 1], 'encoder': 'last:3'}
+    """
+    if isinstance(layers, Mapping):
+        return {stack: plain_spec(spec) for stack, spec in layers.items()}
+    if isinstance(layers, (str, bytes)) or not isinstance(layers, Iterable):
+        return layers
+    return [operator.index(i) if hasattr(i, "__index__") and not isinstance(i, bool) else i for i in layers]
 
 
 def describe_stacks(stacks: Mapping[str, Stack]) -> str:

@@ -15,6 +15,7 @@ from peft import LoraConfig
 
 from peft_surgical.attention_names import VARIANTS
 from peft_surgical.config import DeltaConfig
+from peft_surgical.layers import plain_spec
 from peft_surgical.registration import add_peft_type
 from peft_surgical.strata import BIASES, check_depth_marks, check_form
 
@@ -93,6 +94,7 @@ class StratifiedConfig(DeltaConfig, LoraConfig):
             self.n1, self.n2 = check_depth_marks(self.n1, self.n2)
         if self.strata is not None:
             check_form(self.strata)
+            self.strata = _plain_strata(self.strata)  # so that the config can be saved before it is used
         if self.is_stratified:
             self._refuse_options_for_all_layers()
         elif self.variant is not None or self.add_bias:
@@ -256,3 +258,9 @@ def _with_variant(variant: str, options: dict[str, Any]) -> dict[str, Any]:
     """A preset's options: the paper's r and alpha, and the variant unless `target_modules` stands for it."""
     chosen = {} if options.get("target_modules") is not None else {"variant": variant}
     return {"r": 64, "lora_alpha": 128, **chosen, **options}
+
+
+def _plain_strata(strata: Any) -> Any:
+    if isinstance(strata, Mapping):
+        return {stack: _plain_strata(items) for stack, items in strata.items()}
+    return [{key: plain_spec(value) if key == "layers" else value for key, value in item.items()} for item in strata]

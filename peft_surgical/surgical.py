@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import copy
-import operator
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +20,7 @@ from torch import nn
 from peft_surgical.config import DeltaConfig
 from peft_surgical.dequantised_module import DequantisedModule
 from peft_surgical.hotswap import swap_in
-from peft_surgical.layers import Layer, LayerSpec, plain_layers, resolve_layers, unwrap
+from peft_surgical.layers import Layer, LayerSpec, plain_layers, plain_spec, resolve_layers, unwrap
 from peft_surgical.quantised import can_be_dequantised, is_quantised
 from peft_surgical.registration import add_peft_type, load_on_cpu, register_hotswap, register_method
 from peft_surgical.tuned_module import TunedModule, TunedOwner
@@ -90,7 +89,7 @@ class SurgicalConfig(DeltaConfig):
         if isinstance(self.exclude_modules, list):
             self.exclude_modules = set(self.exclude_modules)
         # plain data, so that the config can be saved before it is used
-        self.layers = _plain_spec(self.layers)
+        self.layers = plain_spec(self.layers)
         if isinstance(self.ranking, os.PathLike):
             self.ranking = os.fspath(self.ranking)
         if self.layers is not None and self.ranking is not None:
@@ -234,15 +233,6 @@ def _as_ranking(ranking: Any) -> Any:
         f"ranking is a {type(ranking).__name__}; allowed are a LayerRanking, the path of a saved one, or its "
         "to_dict()."
     )
-
-
-def _plain_spec(layers: Any) -> Any:
-    """What a user wrote for layers with ranges, arrays and the like as lists."""
-    if isinstance(layers, Mapping):
-        return {stack: _plain_spec(spec) for stack, spec in layers.items()}
-    if isinstance(layers, (str, bytes)) or not isinstance(layers, Iterable):
-        return layers
-    return [operator.index(i) if hasattr(i, "__index__") and not isinstance(i, bool) else i for i in layers]
 
 
 def _layers_of(ranking: Any, top_k: int) -> LayerSpec:

@@ -205,7 +205,11 @@ def test_R2_configs_of_other_versions(method, tmp_path):
     texts = set()
     for i in range(2):
         options = {"target_modules": {"value", "query", "key"}}
-        config = SurgicalConfig(layers=range(1, 3), **options) if method == "SURGICAL" else StratifiedConfig(**options)
+        strata = [{"layers": range(3), "tune": "frozen"}, {"layers": (3,), "tune": "lora"}]
+        if method == "SURGICAL":
+            config = SurgicalConfig(layers=range(1, 3), **options)
+        else:
+            config = StratifiedConfig(strata=strata, **options)
         config.save_pretrained(tmp_path / str(i))
         texts.add((tmp_path / str(i) / "adapter_config.json").read_text())
     assert len(texts) == 1
