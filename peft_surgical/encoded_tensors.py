@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
-import zstandard
 from torch import nn
 
 from peft_surgical.encodings import ENCODINGS, difference, find_encoding
@@ -87,7 +86,7 @@ def decode_tensors(tensors: Mapping[str, torch.Tensor], bases: Mapping[str, torc
         parts = {suffix: part.to(base.device) for suffix, part in parts.items()}
         try:
             decoded[name] = find_encoding(encoding_of(parts)).decode(parts, base)
-        except (ValueError, RuntimeError, zstandard.ZstdError) as error:
+        except (ValueError, RuntimeError) as error:
             raise ValueError(f"The tensor {name!r} cannot be decoded: {error}.") from error
     return decoded
 

@@ -9,10 +9,10 @@ import math
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
-import zstandard
 
 
 GROUP = 64
@@ -92,7 +92,7 @@ class Lossless(Encoding):
         one, last = steps.dtype.type(1), steps.dtype.type(8 * steps.itemsize - 1)
         zigzag = (steps << one) ^ (0 - (steps >> last))
         planes = zigzag.view(np.uint8).reshape(-1, steps.itemsize).T
-        packed = zstandard.ZstdCompressor(level=3).compress(np.ascontiguousarray(planes).data)
+        packed = _zstd().ZstdCompressor(level=3).compress(np.ascontiguousarray(planes).data)
         name = str(trained.dtype).removeprefix("torch.").encode().ljust(16)
         header = name + zlib.crc32(bits.data).to_bytes(4, "little")
         return {"lossless": torch.frombuffer(bytearray(header + packed), dtype=torch.uint8)}
@@ -103,7 +103,10 @@ class Lossless(Encoding):
         dtype = getattr(torch, bytes(data[:16]).decode().strip())
         crc = int.from_bytes(bytes(data[16:20]), "little")
         start = _ordered(_bits(base.to(dtype)))
-        planes = np.frombuffer(zstandard.ZstdDecompressor().decompress(data[20:].data), np.uint8)
+        try:
+            planes = np.frombuffer(_zstd().ZstdDecompressor().decompress(data[20:].data), np.uint8)
+        except _zstd().ZstdError as error:
+            raise ValueError(f"its packed data are damaged ({error})") from error
         zigzag = np.ascontiguousarray(planes.reshape(start.itemsize, -1).T).view(start.dtype).reshape(-1)
         one = start.dtype.type(1)
         bits = _unordered(start + ((zigzag >> one) ^ (0 - (zigzag & one))))
@@ -116,7 +119,7 @@ class Lossless(Encoding):
 
     @staticmethod
     def values_nbytes(parts: Mapping[str, torch.Tensor]) -> int:
-        return zstandard.frame_content_size(parts["lossless"].numpy()[20:].tobytes()[:32])
+        return _zstd().frame_content_size(parts["lossless"].numpy()[20:].tobytes()[:32])
 
     @staticmethod
     def bound(trained: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
@@ -288,6 +291,12 @@ def _grouped(values: torch.Tensor) -> torch.Tensor:
 
 def _bit_places(device: torch.device) -> torch.Tensor:
     return torch.arange(8, dtype=torch.uint8, device=device)
+
+
+def _zstd() -> Any:
+    import zstandard  # here, so that all else works where it cannot be installed
+
+    return zstandard
 
 
 def _bits(tensor: torch.Tensor) -> np.ndarray:
