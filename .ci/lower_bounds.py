@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 import sys
-import tomllib
 from pathlib import Path
+
+import tomllib
 
 
 def lower_bounds(pyproject: Path) -> list[str]:
