@@ -7,7 +7,7 @@
 
 The methods of a setting run in turns, round after round; times are medians. Memory is the peak above what is allocated
 before. The error is the largest relative error of a layer's score, against float64 with the same weights. Writes
-`results/fisher_speed-<device>.json` and prints one table at the end.
+`results/fisher_speed-<device>.json`, where settings that were measured before stay, and prints one table at the end.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Row:
     rounds: int
     comparable: bool = True
     seconds: list[float] = field(default_factory=list)
-    peak: float = float("nan")
+    peak: float = 0.0
     error: float | None = None
     note: str = ""
 
@@ -242,6 +242,14 @@ def as_record(results: dict[str, list[Row]], device: str) -> dict:
     }
 
 
+def read_results(path: Path) -> dict[str, list[Row]]:
+    """What was measured before, if anything was."""
+    if not path.exists():
+        return {}
+    settings = json.loads(path.read_text())["settings"]
+    return {name: [Row(run=lambda case: None, **row) for row in rows] for name, rows in settings.items()}
+
+
 def triton_version() -> str | None:
     try:
         return importlib.metadata.version("triton")
@@ -272,9 +280,10 @@ def main() -> None:
     chosen = [s for s in chosen if args.only in s.name and (s.device == "cpu" or torch.cuda.is_available())]
     if any(s.device == "cpu" for s in chosen):
         torch.set_num_threads(1)
-    results: dict[str, list[Row]] = {}
     device = device_name(chosen)
     args.output.mkdir(parents=True, exist_ok=True)
+    path = args.output / f"fisher_speed-{device.split(',')[0].replace(' ', '-')}.json"
+    results = read_results(path)
     for setting in chosen:
         if time.monotonic() < deadline:
             try:
@@ -283,7 +292,6 @@ def main() -> None:
                 print(f"  {setting.name}: {type(error).__name__}: {error}", flush=True)
             gc.collect()
             torch.cuda.empty_cache()
-            path = args.output / f"fisher_speed-{device.split(',')[0].replace(' ', '-')}.json"
             path.write_text(json.dumps(as_record(results, device), indent=1))
     print(f"\n{device}, torch {torch.__version__}, {SAMPLES} samples of at most {LENGTH} tokens\n")
     print(as_table(results))
