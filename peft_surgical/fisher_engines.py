@@ -14,7 +14,6 @@ from peft_surgical.fisher_entries import Generators
 from peft_surgical.fisher_hooks import GradientListener, NotFinite, SamplesInUnequalShares
 from peft_surgical.fisher_kernel import PendingSquares
 from peft_surgical.fisher_measure import (
-    NO_GRADIENT,
     FisherSums,
     FisherTask,
     Progress,
@@ -111,13 +110,12 @@ class HookEngine(_SummingEngine):
             listener.start(len(batch), *self.padding.find(batch))
             values, counts = self.runner.rows(batch)
             listener.check_calls()
-            if not listener.anchors:
-                raise ValueError(NO_GRADIENT)
             self.sums.start(len(batch))
             seen = [values.detach()]
             for k, row in enumerate(values):
                 keep = k + 1 < len(values)
-                seen += torch.autograd.grad(row.sum(), listener.anchors, retain_graph=keep, allow_unused=True)
+                torch.autograd.backward(row.sum(), retain_graph=keep)
+                seen += listener.take_gradients()
                 listener.finish()
                 self.sums.finish()
             self.heard = self.heard or listener.heard

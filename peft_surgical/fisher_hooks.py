@@ -108,6 +108,13 @@ class GradientListener:
             if unit.plain and id(unit.module) not in self._calls:
                 raise NotPlain(unit.name)
 
+    def take_gradients(self) -> list[Tensor]:
+        """The gradients at the anchors, after which these are free for another backward pass."""
+        found = [anchor.grad for anchor in self.anchors if anchor.grad is not None]
+        for anchor in self.anchors:
+            anchor.grad = None
+        return found
+
     def finish(self) -> None:
         """Finish a backward pass."""
         self._paused = True

@@ -80,13 +80,13 @@ def _same_buffers(model: nn.Module) -> Iterator[None]:
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 small = buffer.numel() <= _LARGEST_BUFFER and not buffer.is_meta
-                kept.append((module, name, buffer, buffer._version, buffer.clone() if small else None))
+                kept.append((module, name, buffer, buffer.clone() if small else None))
     try:
         yield
     finally:
-        for module, name, buffer, version, copy in kept:
+        for module, name, buffer, copy in kept:
             module._buffers[name] = buffer
-            if copy is not None and buffer._version != version:
+            if copy is not None and not torch.equal(buffer, copy):
                 with torch.no_grad():
                     buffer.copy_(copy)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 
@@ -45,7 +46,8 @@ def plot_scores(
         axes.annotate(
             f"{rank[layer] + 1}", (layer, max(top, scores[layer], 0)), (0, 3), textcoords="offset points", ha="center"
         )
-    axes.set(title=title, xlabel="layer (above each bar: its rank)", ylabel=label, xticks=range(len(scores)))
+    axes.set(xlabel="layer (above each bar: its rank)", ylabel=label, xticks=range(len(scores)))
+    axes.set_title(fill(title, width=int(9 * figure.get_figwidth())), fontsize="medium")
     axes.margins(y=0.12)
     _save(figure, path)
 

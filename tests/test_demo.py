@@ -38,11 +38,11 @@ def tweets():
 @pytest.fixture
 def tiny_demo(tmp_path, monkeypatch):
     """The demo with a tiny random encoder and made-up tweets, in seconds."""
-    encoder = save_base(tmp_path / "encoder", hidden_size=96, intermediate_size=384)
+    encoder = save_base(tmp_path / "encoder", hidden_size=128, intermediate_size=384)
     monkeypatch.setattr(demo_data, "encoder_folder", lambda: encoder)
     monkeypatch.setattr(demo_data, "read_tweets", tweets)
     monkeypatch.setattr(demo, "QUICK", demo.Scale(train=240, validation=60, epochs=4, samples=12, head_seeds=2))
-    monkeypatch.setattr(demo, "LEARNING_RATES", {"head": 1e-4, "surgical": 3e-3, "last": 3e-3})
+    monkeypatch.setattr(demo, "LEARNING_RATES", {"head": 1e-4, "surgical": 3e-3, "last": 3e-3, "spafit": 3e-3})
     monkeypatch.setenv("COLUMNS", "110")
 
     def run(*options, code=0):
@@ -58,9 +58,9 @@ def test_the_demo_goes_the_whole_way_and_its_checks_hold(tiny_demo, tmp_path, mo
     monkeypatch.setattr(demo.typer, "prompt", lambda *a, **k: next(typed))
     words = tiny_demo("--sentence", "w1 w2 is mine", "--ask")
     checks = json.loads((tmp_path / "out" / "demo.json").read_text())
-    assert len(checks) == 8
+    assert len(checks) == 10
     assert all(checks.values())
-    assert words.count("✓") == 8
+    assert words.count("✓") == 10
     assert "w1 w2 is mine" in words
     assert "w3 w4 was typed" in words
     assert "95 % interval" in words
@@ -81,7 +81,7 @@ def test_the_demo_goes_the_whole_way_and_its_checks_hold(tiny_demo, tmp_path, mo
     ],
 )
 def test_a_check_that_fails_makes_the_exit_code_1(tiny_demo, monkeypatch, swapped, failed):
-    for step in ("_rank_and_tune", "_tune_second_task", "_show_costs", "_answer", "load_resident"):
+    for step in ("_rank_and_tune", "_tune_second_task", "_tune_by_spafit", "_show_costs", "_answer", "load_resident"):
         monkeypatch.setattr(demo, step, lambda *a, **k: None)
     monkeypatch.setattr(demo, "swap", lambda *a, **k: swapped)
     words = tiny_demo(code=1)
@@ -95,7 +95,8 @@ def test_swaps_that_go_wrong_are_counted(tiny_demo, tmp_path, monkeypatch):
 
     def touched(*arguments):
         resident = load(*arguments)
-        name, parameter = next((n, p) for n, p in resident.model.named_parameters() if "surgical_params.opinion" in n)
+        with resident.bank.task("opinion") as model:
+            parameter = next(p for n, p in model.named_parameters() if "surgical_params" in n)
         parameter.data += 0.5
         return resident
 
@@ -106,12 +107,12 @@ def test_swaps_that_go_wrong_are_counted(tiny_demo, tmp_path, monkeypatch):
 
 
 def test_a_head_that_is_as_good_fails_the_check(tiny_demo, monkeypatch):
-    monkeypatch.setattr(demo, "LEARNING_RATES", {"head": 1e-4, "surgical": 1e-9, "last": 1e-9})
+    monkeypatch.setattr(demo, "LEARNING_RATES", {"head": 1e-4, "surgical": 1e-9, "last": 1e-9, "spafit": 1e-9})
     assert "✗ FAILED: sentiment: two tuned layers beat the head alone" in tiny_demo(code=1)
 
 
 def test_the_folder_of_an_earlier_demo_is_written_again(tiny_demo, tmp_path, monkeypatch):
-    for step in ("_rank_and_tune", "_tune_second_task", "_show_costs", "_swap", "_answer"):
+    for step in ("_rank_and_tune", "_tune_second_task", "_tune_by_spafit", "_show_costs", "_swap", "_answer"):
         monkeypatch.setattr(demo, step, lambda *a, **k: None)
     tiny_demo()
     (tmp_path / "out" / "sentiment").mkdir()

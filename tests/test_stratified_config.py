@@ -50,7 +50,6 @@ def test_every_option_of_lora_config_is_there():
         ({"n1": 0, "n2": 1, "layers_to_transform": [3]}, "layers_to_transform=.*n1, n2.*Drop one"),
         ({"strata": [{"layers": "all", "tune": "full"}], "layer_replication": [[0, 1]]}, "layer_replication.*strata"),
         ({"n1": 0, "n2": 1, "target_parameters": ["experts.down_proj"]}, "target_parameters.*Drop one"),
-        ({"n1": 0, "n2": 1, "bias": "lora_only"}, "bias='lora_only'.*bias_beside_lora"),
         ({"n1": 0, "n2": 1, "bias_beside_lora": "lora_only"}, "allowed are other, all, none"),
         ({"n1": 0, "n2": 1, "group_2": "full"}, "allowed are 'bitfit' and 'norm'"),
         ({"n1": 0, "n2": 1, "variant": "III"}, "allowed are I, II"),
@@ -69,9 +68,10 @@ def test_a_config_that_says_nothing_is_refused_when_it_meets_a_model():
         get_peft_model(build("bert"), StratifiedConfig())
 
 
-def test_pefts_bias_option_is_refused_where_layers_are_divided():
-    with pytest.raises(TypeError, match="bias='all'.*base model's own.*bias_beside_lora='all'"):
-        StratifiedConfig(n1=0, n2=1, bias="all")
+@pytest.mark.parametrize(("bias", "instead"), [("all", "all"), ("lora_only", "other")])
+def test_pefts_bias_option_is_refused_where_layers_are_divided(bias, instead):
+    with pytest.raises(TypeError, match=f"bias='{bias}'.*base model's own.*bias_beside_lora='{instead}'"):
+        StratifiedConfig(n1=0, n2=1, bias=bias)
 
 
 def test_dora_on_modules_whose_bias_is_trained_is_refused():

@@ -47,10 +47,10 @@ class Scale:
 
 
 FULL = Scale(train=900, validation=600, epochs=3, samples=100, head_seeds=3)
-QUICK = Scale(train=324, validation=150, epochs=2, samples=48, head_seeds=2)
+QUICK = Scale(train=270, validation=120, epochs=2, samples=48, head_seeds=2)
 TOP = 2
 SWAPS = 100
-LEARNING_RATES = {"head": 5e-2, "surgical": 1e-3, "last": 1e-3}
+LEARNING_RATES = {"head": 5e-2, "surgical": 1e-3, "last": 1e-3, "spafit": 2e-3}
 SENTENCES = (
     "The crew was wonderful and we landed early, thank you!",
     "Three hours on hold and my bag is still missing.",
@@ -96,15 +96,15 @@ class Demo:
             "samples": self.scale.samples,
             "head_seeds": self.scale.head_seeds,
         }
-        more = {"surgical": surgical, "last": {"top_k": TOP}, "head": {}}
+        more = {"surgical": surgical, "last": {"top_k": TOP}, "head": {}, "spafit": {}}
         job = TrainingJob(
             model=str(source.encoder_folder()),
             data=str(self.folder / "data" / task),
-            output=str(self.folder / (f"{task}-head" if method == "head" else task)),
+            output=str(self.folder / (f"{task}-{method}" if method in ("head", "spafit") else task)),
             method=method,
             learning_rate=LEARNING_RATES[method],
             epochs=self.scale.epochs,
-            max_length=64,
+            max_length=48,
             select_on="none",
             **more[method],
         )
@@ -147,6 +147,7 @@ def demo(
         _introduce(run)
         _rank_and_tune(run)
         _tune_second_task(run)
+        _tune_by_spafit(run)
         _show_costs(run)
         resident = _swap(run)
         _answer(run, resident, [*SENTENCES, *(sentence or ())])
@@ -209,13 +210,25 @@ def _tune_second_task(run: Demo) -> None:
     _check_gain(run, "opinion", head, tuned)
 
 
-def _check_gain(run: Demo, task: str, head: dict[str, Any], tuned: dict[str, Any]) -> None:
+def _tune_by_spafit(run: Demo) -> None:
+    run.step(4, "Opinion again, by SPAFIT")
+    run.say(
+        "A little more from layer to layer (Arora & Wang, 2024): the lowest stays frozen, the next trains its bias "
+        "terms, the others get LoRA."
+    )
+    tuned = run.train(run.run("opinion", "spafit"))
+    _check_gain(run, "opinion", run.results["opinion", "head"], tuned, "SPAFIT beats")
+
+
+def _check_gain(
+    run: Demo, task: str, head: dict[str, Any], tuned: dict[str, Any], who: str = "two tuned layers beat"
+) -> None:
     gain = tuned["evaluation"]["accuracy"] - head["evaluation"]["accuracy"]
-    run.check(f"{task}: two tuned layers beat the head alone (by {100 * gain:+.1f} points)", gain > 0)
+    run.check(f"{task}: {who} the head alone (by {100 * gain:+.1f} points)", gain > 0)
 
 
 def _show_costs(run: Demo) -> None:
-    run.step(4, "What it took")
+    run.step(5, "What it took")
     table = Table()
     table.add_column("task")
     table.add_column("tuned")
@@ -226,31 +239,36 @@ def _show_costs(run: Demo) -> None:
         layers = results["layers"].get("encoder")
         table.add_row(
             task,
-            f"layers {', '.join(map(str, layers))} + head" if layers else "head alone",
+            f"{'SPAFIT, ' if method == 'spafit' else ''}layers {', '.join(map(str, layers))} + head"
+            if layers
+            else "head alone",
             f"{results['evaluation']['accuracy']:.1%}",
             size(parameters["trained"], ""),
             share(parameters["trained"], parameters["total"]),
             size(sum(results["files"].values())),
             f"{results['seconds']['train']:.0f}",
             style=None if method == "head" else "bold",
-            end_section=method != "head",
+            end_section=method in ("surgical", "spafit"),
         )
     run.console.print(table)
     whole = source.encoder_folder() / "model.safetensors"
     run.say(f"The whole model would be {size(whole.stat().st_size)} per task.")
-    for task, method in (("sentiment", "surgical"), ("opinion", "last")):
+    for task, method in (("sentiment", "surgical"), ("opinion", "last"), ("opinion", "spafit")):
         results = run.results[task, method]
         tensors = 4 * results["parameters"]["trained"]
         extra = sum(results["files"].values()) / tensors - 1
-        run.check(f"{task}: the file is {extra:.2%} larger than its tensors (at most 1%)", 0 <= extra <= 0.01)
+        name = f"{task}, SPAFIT" if method == "spafit" else task
+        run.check(f"{name}: the file is {extra:.2%} larger than its tensors (at most 1%)", 0 <= extra <= 0.01)
 
 
 def _swap(run: Demo) -> Resident:
-    run.step(5, f"One model in memory, two tasks, {SWAPS} swaps")
-    resident = load_resident(str(source.encoder_folder()), {t: run.folder / t for t in ("sentiment", "opinion")})
+    run.step(6, f"One model in memory, three adapters, {SWAPS} swaps")
+    folders = {name: run.folder / name for name in ("sentiment", "opinion", "opinion-spafit")}
+    resident = load_resident(str(source.encoder_folder()), folders)
     swapped = swap(resident, [*SENTENCES], SWAPS)
     run.say(
-        f"Both files are loaded onto one encoder. A swap takes {1000 * swapped.seconds:.1f} ms "
+        f"All three files are loaded onto one encoder, SPAFIT's beside the surgical ones. A swap takes "
+        f"{1000 * swapped.seconds:.1f} ms "
         "and writes nothing to the encoder's weights."
     )
     run.check(
@@ -274,7 +292,7 @@ def _answer(run: Demo, resident: Resident, sentences: Sequence[str]) -> None:
 
 
 def _show_checks(run: Demo, seconds: float) -> None:
-    run.step(6, "Checks")
+    run.step(7, "Checks")
     for what, holds in run.checks:
         run.console.print(f"  {'[green]✓[/]' if holds else '[bold red]✗ FAILED:[/]'} {what}")
     memory = peak_memory()
@@ -295,6 +313,6 @@ def _say_what_next(run: Demo) -> None:
         ),
         ("peft-surgical rank --model MODEL --data DATA --plot ranking.png", "which layers matter for your task"),
     ]
-    run.step(7, "What next")
+    run.step(8, "What next")
     for command, about in lines:
         run.console.print(f"  [cyan]{command}[/]\n      {about}", soft_wrap=True)

@@ -5,15 +5,15 @@ from __future__ import annotations
 import random
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from peft import PeftModel
-from torch import Tensor
+from torch import Tensor, nn
 
+from peft_surgical.bank import DeltaBank
 from peft_surgical.commands import demo_data as source
 from peft_surgical.training.loading import load_classifier, load_tokenizer, load_trained
 
@@ -27,14 +27,14 @@ class Resident:
         folders: The folders of the adapters by task.
         labels: The classes by task.
         tokenizer: The encoder's tokenizer.
-        model: The model.
+        bank: The model with all of them, whatever their method.
     """
 
     encoder: str
     folders: Mapping[str, Path]
     labels: Mapping[str, Sequence[str]]
     tokenizer: Any
-    model: PeftModel
+    bank: DeltaBank
 
 
 @dataclass(frozen=True)
@@ -58,12 +58,12 @@ def load_resident(encoder: str, folders: Mapping[str, Path]) -> Resident:
     """Load an encoder once and the adapters of all tasks onto it."""
     tokenizer = load_tokenizer(encoder)
     base, _ = load_classifier(encoder, source.SENTIMENT, tokenizer)
-    labels = {"sentiment": source.SENTIMENT, "opinion": source.OPINION}
-    (first, folder), *others = folders.items()
-    model = PeftModel.from_pretrained(base, str(folder), adapter_name=first)
-    for task, folder in others:
-        model.load_adapter(str(folder), adapter_name=task)
-    return Resident(encoder, folders, {task: labels[task] for task in folders}, tokenizer, model.eval())
+    bank = DeltaBank(base)
+    for task, folder in folders.items():
+        bank.add(task, folder)
+        bank.activate(task)  # reads it into memory
+    labels = {task: source.OPINION if task.startswith("opinion") else source.SENTIMENT for task in folders}
+    return Resident(encoder, folders, labels, tokenizer, bank)
 
 
 @torch.no_grad()
@@ -84,13 +84,14 @@ def swap(resident: Resident, sentences: Sequence[str], times: int, seed: int = 0
     for _ in range(times):
         task = draw.choice([*resident.folders])
         started = time.perf_counter()
-        resident.model.set_adapter(task)
+        resident.bank.activate(task)
         seconds += time.perf_counter() - started
-        equal += torch.equal(resident.model(**batch).logits, expected[task])
-    with resident.model.disable_adapter():
-        base_equal = torch.equal(resident.model(**batch).logits, fresh.eval()(**batch).logits)
+        with resident.bank.task(task) as model:
+            equal += torch.equal(model(**batch).logits, expected[task])
+    with resident.bank.task(None) as model:
+        base_equal = torch.equal(model(**batch).logits, fresh.eval()(**batch).logits)
     originals = {name: tensor for name, tensor in fresh.named_parameters()}
-    weights = dict(_base_weights(resident.model))
+    weights = dict(_base_weights(resident.bank.model))
     weights_equal = all(torch.equal(weights[name], tensor) for name, tensor in originals.items())
     return Swapped(seconds / times, equal, base_equal, weights_equal)
 
@@ -98,8 +99,8 @@ def swap(resident: Resident, sentences: Sequence[str], times: int, seed: int = 0
 @torch.no_grad()
 def answer(resident: Resident, task: str, sentence: str) -> tuple[str, float]:
     """What the adapter of a task says of a sentence: the class, and its probability."""
-    resident.model.set_adapter(task)
-    logits = resident.model(**resident.tokenizer(sentence, return_tensors="pt")).logits[0]
+    with resident.bank.task(task) as model:
+        logits = model(**resident.tokenizer(sentence, return_tensors="pt")).logits[0]
     best = int(logits.argmax())
     return resident.labels[task][best], float(logits.softmax(-1)[best])
 
@@ -119,8 +120,8 @@ def _alone(resident: Resident, task: str, batch: Mapping[str, Tensor]) -> Tensor
     return model(**batch).logits
 
 
-def _base_weights(model: PeftModel):
+def _base_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """The weights of the base by their name in it, wherever adapters have moved them."""
-    for name, tensor in model.get_base_model().named_parameters():
-        if "surgical_params" not in name and "modules_to_save" not in name:
+    for name, tensor in model.named_parameters():
+        if not any(mark in name for mark in ("surgical_params", "lora_", "modules_to_save")):
             yield name.replace("base_layer.", "").replace("original_module.", ""), tensor
