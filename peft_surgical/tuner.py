@@ -242,6 +242,8 @@ class DeltaTuner(BaseTuner):
                     module.set_adapter([])
             elif isinstance(module, AuxiliaryTrainingWrapper):
                 module.delete_adapter(adapter_name, new_active_adapters=list(self.active_adapters))
+        if "_backward_start" in self.__dict__:
+            self._backward_start.look_again()  # it would hold on to the deleted tensors
 
     def train(self, mode: bool = True):
         """As in `nn.Module`, except that running statistics of frozen modules do not move in training."""

@@ -8,12 +8,17 @@ import warnings
 
 import pytest
 import torch
+import transformers
 from adapters import METHODS, TASKS, make_config, shake
 from peft import get_peft_model, prepare_model_for_kbit_training
 from tiny_models import batch, build
 from torch import nn
 
 from peft_surgical import SurgicalConfig, find_stacks
+
+
+# in transformers 4 a layer's hooks run inside its re-entrant checkpoint, where nothing has a graph
+GRAPH_IS_VISIBLE = int(transformers.__version__.partition(".")[0]) >= 5
 
 
 def make(method, family, layers, before=None, **options):
@@ -65,7 +70,8 @@ def test_gradients_are_those_without_checkpointing(method, family, reentrant, wh
     assert found.keys() == wanted.keys()
     for name, gradient in wanted.items():
         torch.testing.assert_close(found[name], gradient, rtol=1e-5, atol=1e-6)
-    assert layers_with_a_graph(model, family) == list(range(layers[0], 4))
+    if GRAPH_IS_VISIBLE or not reentrant:
+        assert layers_with_a_graph(model, family) == list(range(layers[0], 4))
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -86,7 +92,8 @@ def test_the_start_follows_the_active_adapter():
     layers = model.get_base_model().bert.encoder.layer
     for adapter, lowest in [("default", 3), ("low", 1), ("lowest", 0), ("default", 3)]:
         model.set_adapter(adapter)
-        assert layers_with_a_graph(model, "bert") == list(range(lowest, 4))
+        if GRAPH_IS_VISIBLE:
+            assert layers_with_a_graph(model, "bert") == list(range(lowest, 4))
         assert all(f".{adapter}." in name for name in gradients(model, "bert"))
         assert [layer.gradient_checkpointing for layer in layers] == [i >= lowest for i in range(4)]
 
