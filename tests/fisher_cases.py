@@ -9,10 +9,15 @@ from typing import Any
 import fisher_oracle
 import tiny_models
 import torch
+import transformers
 from torch import Tensor, nn
 
 from peft_surgical.batches import Batch
 from peft_surgical.layers import Layer, resolve_layers
+
+
+# transformers 4 takes T5's softmax in float32, also in a float64 model
+T5_ROUNDS_AT = 1e-5 if transformers.__version__.startswith("4.") else 0.0
 
 
 @dataclass
@@ -78,4 +83,5 @@ def assert_same_norms(found, squares: list[dict[str, Tensor]], tolerance: float)
         scale = sum(v**2 for v in expected.values()) ** 0.5
         assert tensors.keys() == expected.keys()
         for name, tensor in tensors.items():
-            assert abs(tensor.norm - expected[name]) <= tolerance * scale, name
+            allowed = max(tolerance, T5_ROUNDS_AT) if "SelfAttention" in name else tolerance
+            assert abs(tensor.norm - expected[name]) <= allowed * scale, name

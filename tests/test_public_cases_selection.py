@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import transformers
 from adapters import METHODS, make, make_config, outputs, save, shake
 from peft import PeftModel, get_peft_model
 from tiny_models import TwoTowers, build
@@ -144,6 +145,7 @@ def test_S10_another_choice_during_training_is_another_adapter(method):
     assert any(not torch.equal(p, old) for p, old in zip(new, before, strict=True))
 
 
+@pytest.mark.skipif(transformers.__version__.startswith("4."), reason="transformers 4 has a module for each expert")
 def test_S11_experts_that_are_plain_parameters_go_with_their_layer(tmp_path):
     model = make("SURGICAL", "mixtral", [1])
     layer = build("mixtral").model.layers[1]

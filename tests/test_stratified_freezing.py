@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import transformers
 from peft import get_peft_model
 from tiny_models import CAUSAL, FAMILIES, SEQ2SEQ, batch, build
 
@@ -11,6 +12,7 @@ from peft_surgical import StratifiedConfig, find_stacks
 from peft_surgical.bias_terms import is_norm
 
 
+TRANSFORMERS_4 = transformers.__version__.startswith("4.")
 WITH_BIASES = ["bert", "roberta", "xlnet", "deberta-v2", "distilbert", "electra", "mpnet", "gpt2", "bart", "vit"]
 
 
@@ -94,6 +96,8 @@ BESIDE = {
 @pytest.mark.parametrize("family", BESIDE)
 @pytest.mark.parametrize("bias", ["other", "all", "none"])
 def test_lora_adapts_the_attention_and_biases_beside_it(family, bias):
+    if TRANSFORMERS_4 and family == "vit":
+        pytest.skip("the names of ViT's modules are those of transformers 5")
     base = build(family)
     adapted, beside = BESIDE[family]
     layer = next(iter(find_stacks(base).values())).layers[3]
@@ -179,6 +183,7 @@ def test_the_report_lists_what_is_trained_and_what_is_not():
     assert "down to 1" in str(report)
 
 
+@pytest.mark.skipif(TRANSFORMERS_4, reason="transformers 4 has a module for each expert")
 def test_the_report_says_that_experts_get_neither_lora_nor_biases():
     strata = [{"layers": "0-2", "tune": "frozen"}, {"layers": [3], "tune": "lora"}]
     model = get_peft_model(build("mixtral"), StratifiedConfig(strata=strata, r=2))
