@@ -12,6 +12,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+import transformers
 from tiny_models import build
 from tokenizers import Tokenizer, pre_tokenizers, processors
 from tokenizers.models import WordLevel
@@ -239,6 +240,9 @@ class Recorded(TorchDispatchMode):
         return function(*arguments, **(options or {}))
 
 
+@pytest.mark.skipif(
+    transformers.__version__.startswith("4."), reason="the benchmarks' workaround is for the masks of transformers 5"
+)
 @pytest.mark.parametrize("tuning", ["full", "layers-0.4", "lora-II", "spafit-2-4-II"])
 @pytest.mark.parametrize("task", ["cola", "copa"])
 def test_a_step_can_become_a_cuda_graph(place, task, tuning, monkeypatch):
