@@ -22,7 +22,7 @@ from tasks import PAD_TO, Rows
 from torch import Tensor, nn
 from training import Trainee, predict, task_loss, train
 
-from peft_surgical.scores import LayerScores, ScoreRequest, register_score
+from peft_surgical.ranking.scores import LayerScores, ScoreRequest, register_score
 
 
 BATCH = 32
@@ -431,7 +431,7 @@ def main() -> None:
     import tasks
     from transformers import AutoTokenizer
 
-    from peft_surgical.ranking import rank_layers
+    from peft_surgical.ranking.rank import rank_layers
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")

@@ -10,7 +10,7 @@ from fisher_cases import SETTINGS, Setting, build_case
 from fisher_methods import Case, layer_scores, naive_loop
 from torch import Tensor
 
-from peft_surgical import fisher_kernel
+from peft_surgical.fisher import kernel as fisher_kernel
 
 
 LIMITS = {"fp32x3": 1e-5, "tf32": 3e-3, "bf16": 1e-2}

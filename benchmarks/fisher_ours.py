@@ -9,12 +9,13 @@ import torch
 from fisher_methods import Case
 from torch import Tensor
 
-from peft_surgical import fisher_kernel, rank_layers
-from peft_surgical.batches import Batch
-from peft_surgical.fisher import layer_fisher
+from peft_surgical import rank_layers
+from peft_surgical.fisher import kernel as fisher_kernel
+from peft_surgical.fisher.batches import Batch
+from peft_surgical.fisher.diagonal import layer_fisher
+from peft_surgical.fisher.log_likelihood import make_objective
 from peft_surgical.layers import choose_stack
-from peft_surgical.log_likelihood import make_objective
-from peft_surgical.scores import aggregate
+from peft_surgical.ranking.scores import aggregate
 
 
 def engine(case: Case, name: str, shares: bool = False, aggregation: str = "frobenius") -> list[float]:

@@ -20,7 +20,7 @@ import training
 import transformers
 from training import Trainee
 
-from peft_surgical.ranking import rank_layers
+from peft_surgical.ranking.rank import rank_layers
 
 
 RANDOM_DRAWS = 5

@@ -24,7 +24,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
 from peft_surgical import StratifiedConfig, SurgicalConfig, resolve_layers
-from peft_surgical.attention_names import attention_names
+from peft_surgical.stratified.attention_names import attention_names
 
 
 RANK, ALPHA = 64, 128

@@ -12,7 +12,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from peft_surgical.batches import Batch
+from peft_surgical.fisher.batches import Batch
 from peft_surgical.layers import Layer, resolve_layers
 
 

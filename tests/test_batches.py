@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
 from transformers import default_data_collator
 
-from peft_surgical.batches import Batch, PadRight, draw_batches, token_lengths
+from peft_surgical.fisher.batches import Batch, PadRight, draw_batches, token_lengths
 
 
 MODEL = tiny_models.build("bert")

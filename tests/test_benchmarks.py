@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedTokenizerFast
 
-from peft_surgical.ranking import rank_layers
+from peft_surgical.ranking.rank import rank_layers
 
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))

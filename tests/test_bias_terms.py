@@ -1,4 +1,4 @@
-"""A bias term is what a module adds, whatever it is called; see `peft_surgical.bias_terms`."""
+"""A bias term is what a module adds, whatever it is called; see `peft_surgical.stratified.bias_terms`."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from tiny_models import FAMILIES, VOCABULARY, build
 from torch import nn
 
 from peft_surgical import StratifiedConfig, find_stacks
-from peft_surgical.bias_terms import bias_terms, is_norm
-from peft_surgical.units import owners
+from peft_surgical.modules.units import owners
+from peft_surgical.stratified.bias_terms import bias_terms, is_norm
 
 
 SIZES = {

@@ -14,11 +14,12 @@ from safetensors.torch import load_file
 from tiny_models import FAMILIES, batch, build
 from transformers import AutoModelForSequenceClassification, BertForSequenceClassification, BertModel
 
-from peft_surgical import SurgicalConfig, tensor_files
-from peft_surgical.checkpoint_tensors import ModelTensors, empty_model
-from peft_surgical.checkpoints import diff_checkpoints
-from peft_surgical.merging import merge_checkpoint
-from peft_surgical.tensor_files import Checkpoint, CheckpointWriter, TensorFile, TensorWriter
+from peft_surgical import SurgicalConfig
+from peft_surgical.deltas import tensor_files
+from peft_surgical.deltas.checkpoint_tensors import ModelTensors, empty_model
+from peft_surgical.deltas.diff import diff_checkpoints
+from peft_surgical.deltas.merging import merge_checkpoint
+from peft_surgical.deltas.tensor_files import Checkpoint, CheckpointWriter, TensorFile, TensorWriter
 
 
 TIED_ONCE = pytest.mark.skipif(

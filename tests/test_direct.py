@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from peft_surgical.direct import DIRECT
-from peft_surgical.stratified_layers import StratifiedModule
-from peft_surgical.tuned_module import TunedModule
+from peft_surgical.modules.direct import DIRECT
+from peft_surgical.modules.tuned_module import TunedModule
+from peft_surgical.stratified.layers import StratifiedModule
 
 
 MODULES = {

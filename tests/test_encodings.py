@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 from tiny_models import batch, build
 
 from peft_surgical import SurgicalConfig
-from peft_surgical.distillation import distil_scales
-from peft_surgical.encoded_tensors import decode_tensors, encode_tensor
-from peft_surgical.encodings import ENCODINGS
+from peft_surgical.deltas.distillation import distil_scales
+from peft_surgical.deltas.encoded_tensors import decode_tensors, encode_tensor
+from peft_surgical.deltas.encodings import ENCODINGS
 
 
 DTYPES = [

@@ -9,11 +9,11 @@ import torch
 from fisher_cases import assert_same_norms, case
 from torch import nn
 
-from peft_surgical.aggregation import AGGREGATIONS, aggregate
-from peft_surgical.batches import Batch
-from peft_surgical.fisher import layer_fisher
+from peft_surgical.fisher.batches import Batch
+from peft_surgical.fisher.diagonal import layer_fisher
+from peft_surgical.fisher.log_likelihood import make_objective
 from peft_surgical.layers import Layer
-from peft_surgical.log_likelihood import make_objective
+from peft_surgical.ranking.aggregation import AGGREGATIONS, aggregate
 
 
 STACKS = [(f, None) for f in tiny_models.FAMILIES if f not in tiny_models.SEQ2SEQ]
@@ -89,7 +89,7 @@ def test_exact_labels_take_one_backward_pass_fewer_than_classes():
 @pytest.mark.parametrize("draws", [1, 3])
 @pytest.mark.parametrize(("family", "stack"), FOUR)
 def test_sampled_labels_equal_the_oracle_with_the_same_labels(family, stack, draws, monkeypatch):
-    from peft_surgical import label_distributions
+    from peft_surgical.fisher import label_distributions
 
     drawn = []
     original = label_distributions.Categorical.draw
@@ -258,13 +258,13 @@ def test_auto_takes_layers_one_at_a_time_when_their_sums_do_not_fit(monkeypatch)
     c = case("bert")
     assert measure(c, "auto").engine == "hooks"
     needed = 8 * sum(p.numel() for layer in c.layers for p in layer.module.parameters())
-    monkeypatch.setattr("peft_surgical.fisher.free_bytes", lambda device: needed)
+    monkeypatch.setattr("peft_surgical.fisher.diagonal.free_bytes", lambda device: needed)
     assert measure(c, "auto").engine == "layer_major"
     assert measure(c, "auto", diagonal=False).engine == "hooks"
 
 
 def test_a_trace_takes_no_memory_of_the_size_of_the_layers(monkeypatch):
-    from peft_surgical.sample_gradients import SampleGradients
+    from peft_surgical.fisher.sample_gradients import SampleGradients
 
     monkeypatch.setattr(SampleGradients, "zeros", lambda self: pytest.fail("a sum was allocated"))
     measure(case("bert"), diagonal=False)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from peft_surgical.fisher_entries import EntryKeeper, Generators, KeptEntries, choose_entries
-from peft_surgical.fisher_kernel import PendingSquares
-from peft_surgical.sample_gradients import DenseGradients, ProductGradients, RowGradients
+from peft_surgical.fisher.entries import EntryKeeper, Generators, KeptEntries, choose_entries
+from peft_surgical.fisher.kernel import PendingSquares
+from peft_surgical.fisher.sample_gradients import DenseGradients, ProductGradients, RowGradients
 
 
 def product(samples, tokens, height, width, seed=0):

@@ -13,8 +13,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from peft_surgical import fisher_kernel
-from peft_surgical.fisher_kernel import (
+from peft_surgical.fisher import kernel as fisher_kernel
+from peft_surgical.fisher.kernel import (
     PRECISIONS,
     PendingSquares,
     accumulate_squared_products,
@@ -215,7 +215,8 @@ def test_a_card_that_cannot_run_the_kernel_gets_the_fallback(monkeypatch, caplog
 
 INTERPRETED = """
 import torch
-from peft_surgical import fisher_kernel, fisher_triton
+from peft_surgical.fisher import kernel as fisher_kernel
+from peft_surgical.fisher import triton_kernel as fisher_triton
 
 reference = fisher_kernel.sum_normalized
 fisher_kernel._has_kernel = lambda grad_outputs, dtype, precision: dtype == torch.float32

@@ -8,13 +8,13 @@ import torch
 from tiny_models import CAUSAL, batch, build
 from torch import nn
 
-from peft_surgical import fisher_engines
-from peft_surgical.batches import Batch
-from peft_surgical.fisher import layer_fisher
-from peft_surgical.fisher_owners import find_owners
-from peft_surgical.fisher_plain import plain_units
+from peft_surgical.fisher import engines as fisher_engines
+from peft_surgical.fisher.batches import Batch
+from peft_surgical.fisher.diagonal import layer_fisher
+from peft_surgical.fisher.log_likelihood import make_objective
+from peft_surgical.fisher.owners import find_owners
+from peft_surgical.fisher.plain import plain_units
 from peft_surgical.layers import choose_stack
-from peft_surgical.log_likelihood import make_objective
 
 
 @pytest.fixture

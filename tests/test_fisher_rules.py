@@ -14,20 +14,20 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.t5.modeling_t5 import T5LayerNorm
 from transformers.pytorch_utils import Conv1D
 
-from peft_surgical import fisher_local
-from peft_surgical.batches import Batch
-from peft_surgical.fisher import layer_fisher
-from peft_surgical.fisher_kernel import PendingSquares
-from peft_surgical.fisher_rules import RULES, find_rule, gain, is_gain, register_rule
-from peft_surgical.layers import Layer
-from peft_surgical.log_likelihood import make_objective
-from peft_surgical.sample_gradients import (
+from peft_surgical.fisher import local as fisher_local
+from peft_surgical.fisher.batches import Batch
+from peft_surgical.fisher.diagonal import layer_fisher
+from peft_surgical.fisher.kernel import PendingSquares
+from peft_surgical.fisher.log_likelihood import make_objective
+from peft_surgical.fisher.rules import RULES, find_rule, gain, is_gain, register_rule
+from peft_surgical.fisher.sample_gradients import (
     DenseGradients,
     ProductGradients,
     RowGradients,
     SummedGradients,
     join,
 )
+from peft_surgical.layers import Layer
 
 
 sizes = st.integers(1, 6)

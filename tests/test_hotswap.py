@@ -10,7 +10,7 @@ from peft.utils.hotswap import hotswap_adapter, prepare_model_for_compiled_hotsw
 from tiny_models import build
 
 from peft_surgical import SurgicalConfig
-from peft_surgical.hotswap import prepare_model_for_hotswap
+from peft_surgical.tuners.hotswap import prepare_model_for_hotswap
 
 
 cases = pytest.mark.parametrize(("method", "family"), [(m, f) for m in METHODS for f in TASKS])

@@ -10,10 +10,10 @@ from tiny_models import batch, build
 from transformers import BertForSequenceClassification
 
 from peft_surgical import StratifiedConfig, SurgicalConfig
-from peft_surgical.checkpoints import diff_checkpoints
-from peft_surgical.conversion import convert_adapter, export_lora
-from peft_surgical.encodings import ENCODINGS
-from peft_surgical.inspection import compare_adapters, inspect_adapter
+from peft_surgical.deltas.conversion import convert_adapter, export_lora
+from peft_surgical.deltas.diff import diff_checkpoints
+from peft_surgical.deltas.encodings import ENCODINGS
+from peft_surgical.deltas.inspection import compare_adapters, inspect_adapter
 
 
 def save_adapter(folder, name: str = "delta", layers=(1, 3), encoding: str = "values", seed: int = 0, **options):

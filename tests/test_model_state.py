@@ -11,8 +11,9 @@ import torch
 from peft import IA3Config, LoraConfig, PromptTuningConfig, get_peft_model
 from torch import nn
 
-from peft_surgical import StratifiedConfig, SurgicalConfig, fisher_rules, rank_layers
-from peft_surgical.model_state import untouched
+from peft_surgical import StratifiedConfig, SurgicalConfig, rank_layers
+from peft_surgical.fisher import rules as fisher_rules
+from peft_surgical.fisher.model_state import untouched
 
 
 DATA = [

@@ -132,7 +132,7 @@ def test_M6_a_merged_model_is_saved_as_an_ordinary_one(method, tmp_path):
 
 
 def test_M7_exports_are_read_without_this_package(tmp_path):
-    from peft_surgical.conversion import export_lora
+    from peft_surgical.deltas.conversion import export_lora
 
     model = make("STRATIFIED", "llama", [1, 2])
     path = save(model, tmp_path / "stratified")

@@ -10,7 +10,7 @@ from tiny_task import make_rows, save_base
 from typer.testing import CliRunner
 
 from peft_surgical.cli import app
-from peft_surgical.ranking import LayerRanking
+from peft_surgical.ranking.rank import LayerRanking
 from peft_surgical.training.job import TrainingJob
 from peft_surgical.training.spafit import default_counts, describe_strata_by_rank
 

@@ -13,7 +13,7 @@ from peft import get_peft_model
 from tiny_models import TwoTowers, build
 
 from peft_surgical import StratifiedConfig
-from peft_surgical.strata import groups, plain_strata, resolve_strata
+from peft_surgical.stratified.strata import groups, plain_strata, resolve_strata
 
 
 BERT_II = ["attention.output.dense", "key", "query", "value"]

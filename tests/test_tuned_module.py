@@ -9,8 +9,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers.pytorch_utils import Conv1D
 
-from peft_surgical.tuned_module import TunedModule, TunedOwner, twin
-from peft_surgical.units import tensor_names
+from peft_surgical.modules.tuned_module import TunedModule, TunedOwner, twin
+from peft_surgical.modules.units import tensor_names
 
 
 class Experts(nn.Module):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from peft_surgical.tensor_files import DTYPES
+from peft_surgical.deltas.tensor_files import DTYPES
 
 
 ALIGNMENT = 256  # bytes; what matrix kernels like best

@@ -15,13 +15,13 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 from torch import nn
 
-from peft_surgical.adapter_files import PREFIX, method_of
 from peft_surgical.bank.files import Spec
 from peft_surgical.bank.place import Place, Slot
 from peft_surgical.bank.store import Task
 from peft_surgical.bank.structure import Units
-from peft_surgical.stratified_layers import StratifiedModule
-from peft_surgical.tuned_module import TunedModule, TunedOwner
+from peft_surgical.deltas.adapter_files import PREFIX, method_of
+from peft_surgical.modules.tuned_module import TunedModule, TunedOwner
+from peft_surgical.stratified.layers import StratifiedModule
 
 
 SURGICAL = TunedModule.adapter_layer_names[0]

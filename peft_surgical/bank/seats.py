@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from peft_surgical.adapter_files import method_of
 from peft_surgical.bank.place import Place
 from peft_surgical.bank.places import Places
 from peft_surgical.bank.store import Store, Task
 from peft_surgical.bank.structure import Structure
 from peft_surgical.bank.tiers import NoRoomError
+from peft_surgical.deltas.adapter_files import method_of
 
 
 class Seats:

@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from peft_surgical.adapter_files import PREFIX
 from peft_surgical.bank.files import Spec
-from peft_surgical.delta import check_base, check_tensors, describe_base, fingerprint, matches
+from peft_surgical.deltas.adapter_files import PREFIX
+from peft_surgical.deltas.base_check import check_base, check_tensors, describe_base, fingerprint, matches
 from peft_surgical.layers import find_stacks
-from peft_surgical.surgical import SurgicalConfig, SurgicalModel
-from peft_surgical.task_heads import head_names, head_shapes, label_settings
-from peft_surgical.tuned_module import TunedModule, TunedOwner
+from peft_surgical.modules.tuned_module import TunedModule, TunedOwner
+from peft_surgical.tuners.surgical import SurgicalConfig, SurgicalModel
+from peft_surgical.tuners.task_heads import head_names, head_shapes, label_settings
 
 
 Units = dict[str, tuple[list[str], bool]]

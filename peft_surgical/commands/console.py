@@ -17,7 +17,7 @@ from rich.table import Table
 from transformers import TrainerCallback
 from transformers.trainer_utils import IntervalStrategy
 
-from peft_surgical.ranking import LayerRanking
+from peft_surgical.ranking.rank import LayerRanking
 from peft_surgical.training.processes import this_process
 
 

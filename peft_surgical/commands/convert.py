@@ -9,12 +9,12 @@ import typer
 from torch.utils.data import DataLoader
 from transformers import DataCollatorWithPadding
 
-from peft_surgical.adapter_files import AdapterFile
 from peft_surgical.commands import options
 from peft_surgical.commands.console import make_console, size
-from peft_surgical.conversion import convert_adapter, export_lora, load_with_base
-from peft_surgical.distillation import Distillation, distil_scales
-from peft_surgical.inspection import inspect_adapter
+from peft_surgical.deltas.adapter_files import AdapterFile
+from peft_surgical.deltas.conversion import convert_adapter, export_lora, load_with_base
+from peft_surgical.deltas.distillation import Distillation, distil_scales
+from peft_surgical.deltas.inspection import inspect_adapter
 from peft_surgical.training.loading import load_tokenizer
 from peft_surgical.training.splits import find_split, read_splits
 from peft_surgical.training.tasks import encode, make_task

@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
-from peft_surgical.checkpoints import diff_checkpoints
 from peft_surgical.commands import options
 from peft_surgical.commands.console import make_console, share, size
+from peft_surgical.deltas.diff import diff_checkpoints
 
 
 def diff(

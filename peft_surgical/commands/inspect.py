@@ -8,7 +8,7 @@ import typer
 
 from peft_surgical.commands import options
 from peft_surgical.commands.console import make_console
-from peft_surgical.inspection import compare_adapters, inspect_adapter
+from peft_surgical.deltas.inspection import compare_adapters, inspect_adapter
 
 
 def inspect(

@@ -10,7 +10,7 @@ import typer
 
 from peft_surgical.commands import options
 from peft_surgical.commands.console import make_console
-from peft_surgical.merging import merge_checkpoint
+from peft_surgical.deltas.merging import merge_checkpoint
 
 
 def merge(

@@ -20,7 +20,7 @@ from peft_surgical.commands.console import (
     share,
     size,
 )
-from peft_surgical.ranking import LayerRanking
+from peft_surgical.ranking.rank import LayerRanking
 from peft_surgical.training.job import JOB_FILE, TrainingJob
 from peft_surgical.training.methods import METHODS, default_top_k
 from peft_surgical.training.model_card import describe_selection

@@ -10,9 +10,9 @@ from peft import LoraConfig, TaskType, get_peft_model
 from peft.utils.constants import DUMMY_TARGET_MODULES, TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
 from torch import nn
 
-from peft_surgical.ranking import LayerRanking
-from peft_surgical.surgical import SurgicalConfig
+from peft_surgical.ranking.rank import LayerRanking
 from peft_surgical.training import spafit
+from peft_surgical.tuners.surgical import SurgicalConfig
 
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from peft_surgical.training.methods import METHODS
 
 
 if TYPE_CHECKING:
-    from peft_surgical.ranking import LayerRanking
+    from peft_surgical.ranking.rank import LayerRanking
 
 
 def write_model_card(

@@ -10,7 +10,7 @@ from datasets import Dataset
 from torch import nn
 from transformers import DataCollatorWithPadding
 
-from peft_surgical.ranking import LayerRanking, rank_layers
+from peft_surgical.ranking.rank import LayerRanking, rank_layers
 from peft_surgical.training.held_out import Parts, divide
 from peft_surgical.training.job import TrainingJob
 from peft_surgical.training.loading import load_classifier, load_tokenizer

@@ -15,7 +15,7 @@ from transformers import TrainerCallback
 
 from peft_surgical import __version__
 from peft_surgical.layers import choose_stack, find_stacks
-from peft_surgical.ranking import LayerRanking
+from peft_surgical.ranking.rank import LayerRanking
 from peft_surgical.training.folder import (
     CHECKPOINTS,
     METRICS_FILE,

@@ -1,0 +1,1 @@
+"""What is on disk: the check of the base, encodings, differences of checkpoints, inspection, merging."""

@@ -1,0 +1,199 @@
+"""What is differentiated: log p(y|x) of each sample, for the tasks that transformers has heads for.
+
+A model's outputs are read (`task_outputs.py`) as a *distribution* over label slots (`label_distributions.py`): one
+slot for a class, one for each token of a text, two for a span. From it come the rows of an *objective*, a tensor (K,
+N): the sum over its K rows of the squared gradients is what sample n adds to the diagonal Fisher (Lodha et al. 2023,
+equation 1).
+
+- given: log p(y|x) of the sample's own label, K = 1.
+- sampled: log p(y|x) of D labels drawn from the model, each divided by sqrt(D), K = D.
+- exact: the expectation over y of a C-class softmax. The covariance of its logit gradients, diag(p) - p p^T, has rank
+  C - 1, so that K = C - 1 rows suffice.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from peft_surgical.fisher.batches import Batch
+from peft_surgical.fisher.label_distributions import IGNORED, Distribution
+from peft_surgical.fisher.task_outputs import TaskReader, find_reader
+from peft_surgical.layers import unwrap
+
+
+LABEL_MODES = ("given", "sampled", "exact")
+UNITS = ("sequence", "token")
+
+MAX_EXACT_ROWS = 128
+"""Backward passes to a batch up to which exact labels are computed."""
+
+
+class Rows(NamedTuple):
+    """What is differentiated for a batch.
+
+    Args:
+        values: (K, N). The squared gradients of a sample's K values add up.
+        counts: (N,). What each sample adds to the divisor: 1, or its number of labelled tokens.
+    """
+
+    values: Tensor
+    counts: Tensor
+
+
+Objective = Callable[[Any, Batch], Rows]
+
+
+@dataclass
+class TaskObjective:
+    """The objective of a task.
+
+    Args:
+        reader: Reads a model's outputs and labels.
+        labels: Where labels come from: `"given"`, `"sampled"` or `"exact"`.
+        unit: `"sequence"`: the labels of a sample are one outcome, their log-likelihoods add up. `"token"`: each label
+            is an outcome of its own, and the mean is over labels.
+        draws: Labels drawn for each sample, for `"sampled"`.
+        seed: Seed of the draws. A sample gets the same ones whatever it shares a batch with.
+    """
+
+    reader: TaskReader
+    labels: str
+    unit: str
+    draws: int
+    seed: int
+
+    def __call__(self, outputs: Any, batch: Batch) -> Rows:
+        distribution = self.reader.distribution(outputs, batch)
+        labels = self.reader.labels(batch)
+        if labels is None and (self.labels == "given" or self.reader.many_classes):
+            raise ValueError(
+                f"labels={self.labels!r} needs labels in the data, and it has the columns {sorted(batch.inputs)}. Add "
+                "a column 'labels', or use labels='sampled' or 'exact' for a task with one label to a sample."
+            )
+        valid = _valid(distribution, labels, batch)
+        values = self._values(distribution, labels, valid, batch)  # (K, N, S)
+        if self.unit == "token":
+            values = values[..., valid.any(0)].permute(2, 0, 1).flatten(0, 1)
+            return Rows(values, valid.sum(1))
+        if self.labels == "exact":
+            values = values[..., valid.any(0)].permute(2, 0, 1).flatten(0, 1)
+            return Rows(values, torch.ones(len(batch), device=values.device))
+        return Rows(values.sum(-1), torch.ones(len(batch), device=values.device))
+
+    def _values(self, distribution: Distribution, labels: Tensor | None, valid: Tensor, batch: Batch) -> Tensor:
+        if self.labels == "exact":
+            self._check_exact(distribution, valid)
+            return distribution.exact_rows() * valid
+        if self.labels == "given":
+            assert labels is not None
+            return distribution.log_prob(labels)[None] * valid
+        uniform = uniform_numbers(self.seed, batch.index, self.draws, valid)
+        log_p = [distribution.log_prob(distribution.draw(u)) * valid for u in uniform]
+        return torch.stack(log_p) / math.sqrt(self.draws)
+
+    def _check_exact(self, distribution: Distribution, valid: Tensor) -> None:
+        advice = "Use labels='sampled' with draws=..., whose mean over many draws is the same."
+        if self.reader.many_classes:
+            raise ValueError(f"labels='exact' would take a backward pass for each word of the vocabulary. {advice}")
+        rows = int(valid.any(0).sum()) * distribution.rank
+        if rows > MAX_EXACT_ROWS:
+            raise ValueError(
+                f"labels='exact' would take {rows} backward passes for each batch; at most {MAX_EXACT_ROWS} are made. "
+                f"{advice}"
+            )
+
+
+def uniform_numbers(seed: int, index: Sequence[int], draws: int, valid: Tensor) -> Tensor:
+    """Numbers between 0 and 1 that depend on the seed and the sample alone, not on its batch or padding.
+
+    Args:
+        seed: The seed.
+        index: The number of each sample, N.
+        draws: D.
+        valid: Which slots need one, (N, S).
+
+    Returns:
+        (D, N, S) float64.
+    """
+    out = torch.full((draws, *valid.shape), 0.5, dtype=torch.float64)
+    for n, (sample, used) in enumerate(zip(index, valid.cpu(), strict=True)):
+        numbers = random.Random(f"{seed}/{sample}")
+        count = draws * int(used.sum())
+        drawn = torch.tensor([numbers.random() for _ in range(count)], dtype=torch.float64)
+        out[:, n, used] = drawn.view(draws, -1)
+    return out.clamp(1e-12, 1 - 1e-12).to(valid.device)
+
+
+def make_objective(
+    model: nn.Module,
+    *,
+    labels: str = "given",
+    unit: str = "sequence",
+    draws: int = 1,
+    seed: int = 0,
+    log_likelihood: Callable[[Any, Mapping[str, Any]], Tensor] | None = None,
+) -> Objective:
+    """The objective of a model's task.
+
+    Args:
+        model: The model; its class tells the task.
+        labels: `"given"`, `"sampled"` or `"exact"`.
+        unit: `"sequence"` or `"token"`.
+        draws: Labels drawn for each sample, for `"sampled"`.
+        seed: Seed of the draws.
+        log_likelihood: The user's own `(outputs, batch) -> (N,)`, with labels given.
+
+    Returns:
+        A function of the model's outputs and the batch.
+
+    Raises:
+        ValueError: An option is unknown, or the model's class has no known task.
+    """
+    if labels not in LABEL_MODES:
+        raise ValueError(f"labels={labels!r} is unknown; allowed are {', '.join(map(repr, LABEL_MODES))}.")
+    if unit not in UNITS:
+        raise ValueError(f"unit={unit!r} is unknown; allowed are {', '.join(map(repr, UNITS))}.")
+    if not isinstance(draws, int) or draws < 1 or (draws > 1 and labels != "sampled"):
+        raise ValueError(f"draws={draws!r} with labels={labels!r}; allowed are integers from 1 on, with 'sampled'.")
+    if log_likelihood is not None:
+        if labels != "given" or unit != "sequence":
+            raise ValueError(
+                f"log_likelihood= says itself what is differentiated, so labels={labels!r} and unit={unit!r} have no "
+                "meaning. Leave them out."
+            )
+        return _UserObjective(log_likelihood)
+    return TaskObjective(find_reader(unwrap(model)), labels, unit, draws, seed)
+
+
+@dataclass
+class _UserObjective:
+    function: Callable[[Any, Mapping[str, Any]], Tensor]
+
+    def __call__(self, outputs: Any, batch: Batch) -> Rows:
+        values = self.function(outputs, batch.inputs)
+        if not isinstance(values, Tensor) or values.shape != (len(batch),):
+            shape = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
+            raise ValueError(
+                f"log_likelihood returned {shape} for a batch of {len(batch)} samples; needed is one log-likelihood "
+                "for "
+                f"each, of shape ({len(batch)},), not their sum or mean."
+            )
+        return Rows(values[None], torch.ones_like(values))
+
+
+def _valid(distribution: Distribution, labels: Tensor | None, batch: Batch) -> Tensor:
+    """Which slots have a label, (N, S)."""
+    shape = distribution.shape
+    if labels is not None:
+        return torch.ones_like(labels, dtype=torch.bool) if labels.is_floating_point() else labels != IGNORED
+    mask = batch.inputs.get("attention_mask")
+    if isinstance(mask, Tensor) and mask.shape == shape:
+        return mask.bool()
+    return torch.ones(shape, dtype=torch.bool, device=distribution.device)

@@ -1,0 +1,176 @@
+"""Rules: how a kind of module turns its inputs and the gradient at its output into gradients of single samples.
+
+A rule is a function `(module, inputs, grad_output) -> {parameter name: SampleGradients}`. Both tensors have the
+samples in front and what belongs to a sample behind: a `Linear` sees (N, ..., I) and (N, ..., O). A module without a
+rule is computed once more for each sample (`local.py`), which is slower and always right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from copy import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers.pytorch_utils import Conv1D
+
+from peft_surgical.fisher.kernel import sum_normalized
+from peft_surgical.fisher.owners import is_packed_linear
+from peft_surgical.fisher.sample_gradients import DenseGradients, ProductGradients, RowGradients, SampleGradients
+
+
+Rule = Callable[[nn.Module, Tensor, Tensor], Mapping[str, SampleGradients]]
+
+RULES: dict[type[nn.Module], Rule] = {}
+"""The rules by class; a subclass has its parent's unless it has one of its own."""
+
+
+def register_rule(*classes: type[nn.Module]) -> Callable[[Rule], Rule]:
+    """Register a rule for modules of these classes.
+
+    Args:
+        classes: The classes. Their instances must be called with one tensor and return one, each sample by itself.
+
+    Returns:
+        A decorator for the rule.
+
+    Example:
+
+        >>> class Scale(nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.factor = nn.Parameter(torch.ones(()))
+        ...     def forward(self, x):
+        ...         return self.factor * x
+        >>> @register_rule(Scale)
+        ... def scale(module, inputs, grad_output):
+        ...     return {"factor": DenseGradients((inputs * grad_output).flatten(1).sum(1))}
+        >>> find_rule(Scale()) is scale
+        True
+    """
+
+    def register(rule: Rule) -> Rule:
+        RULES.update(dict.fromkeys(classes, rule))
+        return rule
+
+    return register
+
+
+def find_rule(module: nn.Module) -> Rule | None:
+    """The rule for a module, or None."""
+    if is_packed_linear(module):
+        return linear
+    for cls in type(module).__mro__:
+        if cls in RULES:
+            return RULES[cls]
+    return gain if is_gain(module) else None
+
+
+@register_rule(nn.Linear)
+def linear(module: nn.Module, inputs: Tensor, grad_output: Tensor) -> Mapping[str, SampleGradients]:
+    """y = W x + b"""
+    g, x = grad_output.flatten(1, -2), inputs.flatten(1, -2)
+    return {"weight": ProductGradients(g, x), "bias": _sum_over_tokens(g)}
+
+
+@register_rule(Conv1D)
+def transposed_linear(module: nn.Module, inputs: Tensor, grad_output: Tensor) -> Mapping[str, SampleGradients]:
+    """y = x W + b, the linear map of GPT-2"""
+    g, x = grad_output.flatten(1, -2), inputs.flatten(1, -2)
+    return {"weight": ProductGradients(x, g), "bias": _sum_over_tokens(g)}
+
+
+@register_rule(nn.LayerNorm)
+def layer_norm(module: nn.Module, inputs: Tensor, grad_output: Tensor) -> Mapping[str, SampleGradients]:
+    """y = w * normal(x) + b"""
+    assert isinstance(module, nn.LayerNorm)
+    dims = len(module.normalized_shape)
+    g, x = (t.flatten(-dims).flatten(1, -2) for t in (grad_output, inputs))
+    sums = sum_normalized(g, x, module.eps).unflatten(-1, module.normalized_shape)
+    return {"weight": DenseGradients(sums[:, 0]), "bias": DenseGradients(sums[:, 1])}
+
+
+@register_rule(nn.Embedding)
+def embedding(module: nn.Module, inputs: Tensor, grad_output: Tensor) -> Mapping[str, SampleGradients]:
+    """y = W[x]"""
+    assert isinstance(module, nn.Embedding)
+    rows, g = inputs.flatten(1), grad_output.flatten(1, -2)
+    if module.padding_idx is not None:
+        g = g.masked_fill((rows == module.padding_idx)[..., None], 0)
+    return {"weight": RowGradients(rows, g, module.num_embeddings)}
+
+
+@register_rule(nn.Conv1d, nn.Conv2d)
+def convolution(module: nn.Module, inputs: Tensor, grad_output: Tensor) -> Mapping[str, SampleGradients]:
+    """A linear map of patches. Inputs are (N, M, C, ...): M images, or sequences, to a sample."""
+    assert isinstance(module, (nn.Conv1d, nn.Conv2d))
+    x, g = inputs.flatten(0, 1), grad_output.flatten(0, 1)
+    kernel, stride, dilation = module.kernel_size, module.stride, module.dilation
+    x = F.pad(x, module._reversed_padding_repeated_twice, _PADDING[module.padding_mode])
+    if x.dim() == 3:  # unfold knows images only
+        x, kernel, stride, dilation = x[:, :, None], (1, *kernel), (1, *stride), (1, *dilation)
+    groups, samples = module.groups, len(inputs)
+    patches = F.unfold(x, kernel, dilation=dilation, stride=stride)  # (N M, C K, places)
+    left, right = _by_token(g.flatten(2), samples), _by_token(patches, samples)
+    bias = _sum_over_tokens(left)
+    if groups == 1:
+        return {"weight": ProductGradients(left, right, module.weight.shape), "bias": bias}
+    left, right = (t.unflatten(-1, (groups, -1)) for t in (left, right))
+    weight = torch.einsum("ntgo,ntgi->ngoi", left, right).reshape(samples, *module.weight.shape)
+    return {"weight": DenseGradients(weight), "bias": bias}
+
+
+def gain(module: nn.Module, inputs: Tensor, grad_output: Tensor) -> Mapping[str, SampleGradients]:
+    """y = (w + c) * u(x), as in every RMSNorm and layer scale: dy/dw = u, found by putting in two values of w"""
+    ((name, weight),) = module.named_parameters(recurse=False)
+    one = torch.ones(weight.shape, dtype=weight.dtype, device=inputs.device)  # the weight itself may be offloaded
+    u = _with_weight(module, name, one, inputs) - _with_weight(module, name, torch.zeros_like(one), inputs)
+    return {name: _sum_over_tokens(grad_output * u, weight.dim())}
+
+
+def is_gain(module: nn.Module) -> bool:
+    """Whether a module's output is linear in its one parameter, a vector, entry by entry of the last dimension.
+
+    This is tried out, for transformers has dozens of classes for it.
+    """
+    parameters = list(module.named_parameters(recurse=False))
+    if len(parameters) != 1 or any(True for _ in module.children()) or parameters[0][1].dim() != 1:
+        return False
+    name, weight = parameters[0]
+    if not weight.is_floating_point():
+        return False
+    device = torch.device("cpu") if weight.is_meta else weight.device
+    generator = torch.Generator().manual_seed(0)
+    width = len(weight)
+    x, w = torch.randn(3, width + 1, width, generator=generator), torch.randn(width, generator=generator)
+    x, w = (t.to(device, torch.float32) for t in (x, w))
+    try:
+        zero, one, other = (_with_weight(module, name, v, x) for v in (torch.zeros_like(w), torch.ones_like(w), w))
+    except Exception:  # noqa: BLE001  a module of another kind may raise anything
+        return False
+    if not isinstance(other, Tensor) or other.shape != x.shape:
+        return False
+    return torch.allclose(other, zero + (one - zero) * w, rtol=1e-4, atol=1e-5)
+
+
+_PADDING = {"zeros": "constant", "reflect": "reflect", "replicate": "replicate", "circular": "circular"}
+
+
+def _sum_over_tokens(x: Tensor, dims: int = 1) -> DenseGradients:
+    """Sum (N, ..., *shape) over everything between the samples and the last `dims` dimensions."""
+    x = x.reshape(len(x), -1, *x.shape[x.dim() - dims :])
+    return DenseGradients(x.sum(1, dtype=torch.promote_types(x.dtype, torch.float32)))
+
+
+def _by_token(x: Tensor, samples: int) -> Tensor:
+    """From (N M, C, places) to (N, M places, C)."""
+    return x.transpose(1, 2).reshape(samples, -1, x.shape[1])
+
+
+def _with_weight(module: nn.Module, name: str, weight: Tensor, inputs: Tensor) -> Tensor:
+    """The module's output with another weight. Hooks, as of an offloaded module, are left out."""
+    twin: Any = copy(module)
+    twin._parameters = {name: weight}
+    return type(twin).forward(twin, inputs)

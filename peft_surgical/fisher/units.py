@@ -1,0 +1,212 @@
+"""Which modules to listen to, so that every wanted parameter gets the gradients of single samples.
+
+Usually that is each module that owns a parameter. It is not where the module is never called (its parent reads the
+weight), where its output does not tell samples apart (a relative position bias that all samples share), or where its
+rows belong to samples in no fixed order (experts that get some of the tokens). Then the parent takes its place, or the
+parent's parent, and is computed again for each sample. To find out, the model is run on one sample and on two: the
+dimension that doubles is the one that runs over samples.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from peft_surgical.fisher.calls import UNKNOWN, Call, CallLayout, Calls, record_calls
+from peft_surgical.fisher.local import LocalCall, local_gradients
+from peft_surgical.fisher.owners import Owners
+from peft_surgical.fisher.rules import RULES, Rule, find_rule
+
+
+logger = logging.getLogger(__name__)
+
+
+class CannotTellSamplesApart(Exception):
+    """No module around a parameter has outputs that belong to single samples."""
+
+
+@dataclass
+class Unit:
+    """A module to listen to.
+
+    Args:
+        name: Its path in the model.
+        module: The module.
+        parameters: The parameters that it answers for, by their name in the module.
+        rule: How; None if it has to be computed again for each sample.
+        layouts: One for each call in a forward pass. Empty where every batch is a single sample.
+        plain: Whether the layouts are assumed; see `plain.py`.
+    """
+
+    name: str
+    module: nn.Module
+    parameters: dict[str, nn.Parameter]
+    rule: Rule | None
+    layouts: list[CallLayout]
+    plain: bool = False
+
+
+def find_units(
+    model: nn.Module,
+    layers: Sequence[nn.Module],
+    owners: Owners,
+    run: Callable[[int], Any],
+    samples: int,
+) -> list[Unit]:
+    """Find the modules to listen to.
+
+    Args:
+        model: The model.
+        layers: The layers that the parameters are in; lists of like modules inside them are taken for experts.
+        owners: The modules that own the parameters whose gradients are wanted, from `find_owners`.
+        run: Runs the model on that many samples of a batch.
+        samples: 2, or 1 if every batch is a single sample.
+
+    Returns:
+        The units. A parameter that several modules own has one in each.
+
+    Raises:
+        CannotTellSamplesApart: See there.
+    """
+    checked = {m for m in owners if (rule := find_rule(m)) and not is_inherited(m, rule)}
+    one = record_calls(model, lambda: run(1), checked)
+    two = record_calls(model, lambda: run(2), checked, one) if samples == 2 else None
+    return _Search(model, layers, owners, one, two).units()
+
+
+class _Search:
+    def __init__(self, model: nn.Module, layers: Sequence[nn.Module], owners: Owners, one: Calls, two: Calls | None):
+        self.owners, self.one, self.two = owners, one, two
+        self.names = {module: name for name, module in model.named_modules()}
+        self.parents: dict[nn.Module, tuple[nn.Module, str]] = {}
+        for parent in self.names:
+            for name, child in parent.named_children():
+                self.parents.setdefault(child, (parent, name))
+        self.experts = {m for layer in layers for expert in _experts(layer) for m in expert.modules()}
+
+    def units(self) -> list[Unit]:
+        units: dict[nn.Module, Unit] = {}
+        for owner, parameters in self.owners.items():
+            self._place(owner, dict(parameters), units)
+        _count_once(units)
+        return [unit for unit in units.values() if unit.parameters]
+
+    def _place(self, module: nn.Module, parameters: dict[str, nn.Parameter], units: dict[nn.Module, Unit]) -> None:
+        """Let the module answer for the parameters, or else the nearest one around it that can."""
+        layouts, owner = self._layouts(module), module
+        rule = self._rule(module) if layouts is not None else None
+        while layouts is None or not (rule or all(layout.complete for layout in layouts)):
+            if module not in self.parents:
+                raise CannotTellSamplesApart(self.names[owner])
+            module, child = self.parents[module]
+            parameters = {f"{child}.{name}": p for name, p in parameters.items()}
+            layouts, rule = self._layouts(module), None
+        unit = units.setdefault(module, Unit(self.names[module], module, {}, rule, layouts))
+        unit.parameters |= parameters
+        unit.rule = unit.rule and rule
+        if unit.rule is None:
+            logger.debug("%s is computed again for each sample, for %s.", unit.name, list(parameters))
+
+    def _layouts(self, module: nn.Module) -> list[CallLayout] | None:
+        """How the module's calls tell samples apart; None if it is not called, or in a way that is not understood."""
+        one = self.one.get(module, [])
+        if self.two is None:
+            return [] if one else None
+        two = self.two.get(module, [])
+        if not two or len(one) != len(two):
+            return None
+        if module in self.experts and any(
+            x and x.values.is_floating_point() and len(x.shape) == 2 for x in two[0].inputs
+        ):
+            return None
+        layouts = [call.layout for call in two if call.layout]
+        return layouts if len(layouts) == len(two) else None
+
+    def _rule(self, module: nn.Module) -> Rule | None:
+        calls = (self.one if self.two is None else self.two)[module]
+        if not all(call.single and call.inputs and call.inputs[0] for call in calls):
+            return None
+        layouts = self._layouts(module) or []
+        if any(axis in (None, UNKNOWN) for layout in layouts for axis in (layout.inputs[0], layout.outputs[0])):
+            return None
+        rule = find_rule(module)
+        return rule if rule and _is_sound(module, rule, calls[0], layouts[0] if layouts else None) else None
+
+
+def samples_first(x: Tensor, axis: int | None, samples: int) -> Tensor:
+    """(N, M, ...): what belongs to each of N samples, where `axis` holds N * M entries."""
+    if samples == 1:
+        return x[None]
+    assert axis is not None
+    return x.unflatten(axis, (samples, -1)).movedim(axis, 0)
+
+
+def sample_axis(x: Any, axis: int | None, samples: int) -> int | None:
+    """The dimension of an argument that runs over samples, if it has one."""
+    if not isinstance(x, Tensor) or axis is None:
+        return None
+    if axis == UNKNOWN:
+        return 0 if samples > 1 and x.shape[:1] == (samples,) else None
+    return axis
+
+
+def _experts(layer: nn.Module) -> Iterable[nn.Module]:
+    for module in layer.modules():
+        children = list(module.children())
+        if isinstance(module, nn.ModuleList) and len(children) > 1 and len({type(c) for c in children}) == 1:
+            yield from children
+
+
+def _count_once(units: Mapping[nn.Module, Unit]) -> None:
+    """A module that is computed again sees all uses of a parameter inside it: units inside must not count them too."""
+    for outer in units.values():
+        if outer.rule is not None:
+            continue
+        seen = {id(p) for p in outer.parameters.values()}
+        for module in outer.module.modules():
+            if module is not outer.module and module in units:
+                inner = units[module].parameters
+                units[module].parameters = {k: p for k, p in inner.items() if id(p) not in seen}
+
+
+def _is_sound(module: nn.Module, rule: Rule, call: Call, layout: CallLayout | None) -> bool:
+    """Whether a rule that was made for a parent class holds for a class that computes its output in its own way."""
+    cls = type(module)
+    if is_inherited(module, rule):
+        return True
+    if cls not in _sound:
+        _sound[cls] = _agrees_with_autograd(module, rule, call, layout)
+    return _sound[cls]
+
+
+_sound: dict[type[nn.Module], bool] = {}
+
+
+def is_inherited(module: nn.Module, rule: Rule) -> bool:
+    """Whether a module computes its output as the class does that its rule was made for."""
+    cls: Any = type(module)
+    base = next((c for c in cls.__mro__ if RULES.get(c) is rule), cls)
+    # the weight of a quantised module is what its output is linear in
+    return cls.forward is base.forward or any(not p.is_floating_point() or p.is_meta for p in module.parameters())
+
+
+def _agrees_with_autograd(module: nn.Module, rule: Rule, call: Call, layout: CallLayout | None) -> bool:
+    assert call.tensors is not None
+    arguments, spec, out = call.tensors
+    samples, parameters = 2 if layout else 1, dict(module.named_parameters(recurse=False))
+    layout = layout or CallLayout([None] * len(arguments), [None])
+    g = torch.randn(out.shape, generator=torch.Generator().manual_seed(0)).to(out)
+    axes = [sample_axis(x, axis, samples) for x, axis in zip(arguments, layout.inputs, strict=True)]
+    local = LocalCall(arguments, axes, spec, layout.outputs, {0: g})
+    expected = next(local_gradients(module, parameters, [local], samples))[1]
+    got = rule(module, samples_first(arguments[0], axes[0], samples), samples_first(g, layout.outputs[0], samples))
+    for name, e in expected.items():
+        found = got[name].dense(0, samples).view_as(e)
+        if (found - e).norm() > 0.05 * e.norm():
+            return False
+    return True

@@ -1,0 +1,1 @@
+"""Which layers matter for a task, and how sure we are."""

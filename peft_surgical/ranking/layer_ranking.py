@@ -1,0 +1,159 @@
+"""`LayerRanking`: a score for each layer and how sure it is. Plain data."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from peft_surgical.ranking.plots import plot_scores
+
+
+_FORMAT = "peft_surgical.LayerRanking"
+_VERSION = 1
+
+
+@dataclass(frozen=True)
+class LayerRanking:
+    """A score for each layer of a stack, how sure the scores are, and how they were measured. Plain data.
+
+    Args:
+        stack: Name of the stack.
+        scores: One for each layer; the higher, the more the layer matters.
+        intervals: 95 % bootstrap interval of each score, if the score allows one.
+        top_probability: For each layer the probability that it is among the best 1, 2, 3, ...
+        split_half_tau: Kendall's tau between the orders that two halves of the samples give, on average.
+        head_tau: The same between the orders that two re-drawn heads give.
+        record: How it was measured: score, its definition, samples, seed, model.
+
+    Example:
+
+        >>> ranking = LayerRanking(stack="encoder", scores=[0.1, 0.7, 0.4])
+        >>> ranking.order
+        [1, 2, 0]
+        >>> ranking.top(2)
+        [1, 2]
+        >>> LayerRanking.from_dict(ranking.to_dict()) == ranking
+        True
+    """
+
+    stack: str
+    scores: list[float]
+    intervals: list[tuple[float, float]] | None = None
+    top_probability: list[list[float]] | None = None
+    split_half_tau: float | None = None
+    head_tau: float | None = None
+    record: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def order(self) -> list[int]:
+        """All layers, best first. Of equal ones the later comes first."""
+        return sorted(range(len(self.scores)), key=lambda i: (self.scores[i], i), reverse=True)
+
+    def top(self, k: int) -> list[int]:
+        """The k best layers, best first.
+
+        Raises:
+            ValueError: k is not between 1 and the number of layers.
+        """
+        if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= len(self.scores):
+            raise ValueError(f"top({k!r}): allowed are integers from 1 to {len(self.scores)}, the number of layers.")
+        return self.order[:k]
+
+    def probability(self, layer: int, k: int) -> float | None:
+        """The probability that a layer is among the best k; None if it was not estimated."""
+        return None if self.top_probability is None else self.top_probability[layer][k - 1]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The ranking as what JSON can hold."""
+        return {"format": _FORMAT, "version": _VERSION, **asdict(self)}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> LayerRanking:
+        """A ranking from what `to_dict` gave.
+
+        Raises:
+            ValueError: This is not a ranking, or one of a later version.
+        """
+        if data.get("format") != _FORMAT or not isinstance(data.get("scores"), list):
+            raise ValueError(
+                f"This is not a ranking: it has the keys {sorted(data)}. LayerRanking.save writes rankings."
+            )
+        if data.get("version") != _VERSION:
+            raise ValueError(
+                f"The ranking has version {data.get('version')!r}; this peft_surgical reads version {_VERSION}. "
+                "Update peft_surgical, or rank again."
+            )
+        values = {f.name: data[f.name] for f in fields(cls) if f.name in data}
+        if values.get("intervals") is not None:
+            values["intervals"] = [(low, high) for low, high in values["intervals"]]
+        return cls(**values)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the ranking to a JSON file."""
+        Path(path).write_text(json.dumps(self.to_dict(), indent=2) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> LayerRanking:
+        """Read a ranking from a JSON file.
+
+        Raises:
+            ValueError: The file holds no ranking.
+        """
+        try:
+            data = json.loads(Path(path).read_text(encoding="utf-8"))
+            return cls.from_dict(data if isinstance(data, dict) else {})
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
+
+    def plot(self, path: str | os.PathLike[str]) -> None:
+        """Draw the scores with their intervals and ranks.
+
+        Args:
+            path: Where to write; the ending says the format.
+
+        Raises:
+            ImportError: matplotlib is not there.
+        """
+        title = f"Layers of {self.stack}{self._source()}"
+        plot_scores(path, self.scores, self.intervals, self.order, title=title, label=self._score_name())
+
+    def __str__(self) -> str:
+        shown = [k for k in (1, 2, 3, 5, 8) if k < len(self.scores)] if self.top_probability else []
+        header = f"{'rank':>4}  {'layer':>5}  {'score':>10}"
+        header += f"  {'95 % interval':>23}" if self.intervals else ""
+        header += "".join(f"  {f'in top {k}':>8}" for k in shown)
+        lines = [self._title(), "", header]
+        for rank, layer in enumerate(self.order, 1):
+            line = f"{rank:>4}  {layer:>5}  {self.scores[layer]:>10.4g}"
+            if self.intervals:
+                low, high = self.intervals[layer]
+                line += f"  {low:>10.4g} - {high:>10.4g}"
+            for k in shown:
+                line += f"  {100 * (self.probability(layer, k) or 0):>6.0f} %"
+            lines.append(line)
+        if self.split_half_tau is not None:
+            lines += [
+                "",
+                f"Two halves of the samples agree on the order with Kendall's tau {self.split_half_tau:.2f}.",
+            ]
+        if self.head_tau is not None:
+            heads = self.record.get("head_seeds", "several")
+            lines += ["", f"{heads} re-drawn heads agree on the order with Kendall's tau {self.head_tau:.2f}."]
+        return "\n".join(lines)
+
+    def _score_name(self) -> str:
+        r = self.record
+        details = [f"{r['labels']} labels", r["aggregation"]] if r.get("score") == "fisher" else []
+        return str(r.get("score", "score")) + (f" ({', '.join(details)})" if details else "")
+
+    def _title(self) -> str:
+        return f"{self._score_name()} of the {len(self.scores)} layers of {self.stack}{self._source()}"
+
+    def _source(self) -> str:
+        model = self.record.get("model", {}).get("class")
+        samples = self.record.get("num_samples")
+        return (f" in {model}" if model else "") + (f", {samples} samples" if samples else "")

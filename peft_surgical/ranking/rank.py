@@ -1,0 +1,196 @@
+"""Which layers matter for a task, and how sure we are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import combinations
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from tqdm.auto import tqdm
+
+from peft_surgical.fisher.batches import Batch, draw_batches
+from peft_surgical.fisher.log_likelihood import make_objective
+from peft_surgical.fisher.measure import Progress
+from peft_surgical.fisher.model_state import same_random_numbers
+from peft_surgical.fisher.processes import count_processes, gather, process_number
+from peft_surgical.layers import Stack, choose_stack, unwrap
+from peft_surgical.ranking.aggregation import AGGREGATIONS, LayerScores
+from peft_surgical.ranking.heads import redrawn_head
+from peft_surgical.ranking.layer_ranking import LayerRanking
+from peft_surgical.ranking.scores import Score, ScoreRequest, find_score
+from peft_surgical.ranking.uncertainty import Uncertainty, estimate_uncertainty, kendall_tau
+
+
+def rank_layers(
+    model: nn.Module,
+    data: Any = None,
+    *,
+    num_samples: int = 100,
+    score: str = "fisher",
+    labels: str = "given",
+    aggregation: str = "frobenius",
+    batch_size: int = 16,
+    data_collator: Callable[[list[Any]], Mapping[str, Any]] | None = None,
+    seed: int = 0,
+    stack: str | None = None,
+    progress: bool = True,
+    unit: str = "sequence",
+    draws: int = 1,
+    log_likelihood: Callable[[Any, Mapping[str, Any]], Tensor] | None = None,
+    head_seeds: int = 0,
+    engine: str = "auto",
+    keep_inputs: str = "device",
+) -> LayerRanking:
+    """Rank the layers of a model by how much they matter for a task (Lodha et al. 2023, section 3.1).
+
+    The model is left as it was in every respect. Of a `PeftModel` the base is ranked.
+
+    Args:
+        model: The model, with the task's head.
+        data: A `datasets.Dataset`, a sequence of feature dicts, or a `DataLoader`. Not needed for `"last"`, `"first"`,
+            `"random"` and `"snr"`. Where the length is known, samples are drawn at random.
+        num_samples: How many samples are read, at most.
+        score: `"fisher"`, `"grad_norm"`, `"rgn"`, `"snr"`, `"last"`, `"first"`, `"random"`, or one added by
+            `register_score`.
+        labels: For the Fisher, y is `"given"` by the data, `"sampled"` from the model (then no labels are needed), or
+            averaged over all classes, `"exact"`.
+        aggregation: How the diagonal of a layer becomes one number. `"frobenius"`: its norm. `"frobenius_per_tensor"`:
+            the sum of the norms of the layer's tensors. `"trace"`: its sum. `"mean"`: its mean.
+        batch_size: Samples to a batch. It changes speed and memory, not the scores.
+        data_collator: Makes a batch of features, as for `Trainer`. By default features are padded to the longest.
+        seed: Seed of the draw, of sampled labels and of the estimates of uncertainty.
+        stack: Name of the stack of layers, for models that have several.
+        progress: Whether to show a progress bar.
+        unit: `"sequence"`: a sample's log-likelihood is the sum over its labelled tokens. `"token"`: each labelled
+            token is a sample, with a backward pass for each position.
+        draws: Labels drawn for each sample if they are sampled.
+        log_likelihood: What to differentiate in place of the task's log p(y|x): `(outputs, batch) -> (N,)`.
+        head_seeds: Average over so many freshly drawn heads. A head that was not trained makes part of the gradient
+            random; the ranking then tells how far the order depends on it. 0 keeps the model's head.
+        engine: How the Fisher is computed: all layers at once (`"hooks"`), one layer at a time for models that leave
+            no room for more (`"layer_major"`), plain autograd for each sample (`"loop"`), or what fits (`"auto"`).
+        keep_inputs: Where the layer-major engine keeps the inputs of the layers: `"device"`, `"cpu"` or `"disk"`.
+
+    Returns:
+        The ranking.
+
+    Raises:
+        ValueError: An option is unknown; the model has several stacks and none is named; the data lack labels; a
+            gradient is not finite, or no layer gets one.
+        TypeError: The data are of another kind.
+
+    Example:
+
+        >>> from transformers import BertConfig, BertForSequenceClassification
+        >>> config = BertConfig(num_hidden_layers=3, hidden_size=8, num_attention_heads=2, intermediate_size=8)
+        >>> data = [{"input_ids": [2, i, 3], "label": i % 2} for i in range(4, 24)]
+        >>> ranking = rank_layers(BertForSequenceClassification(config), data, num_samples=10, progress=False)
+        >>> sorted(ranking.order), ranking.record["num_samples"]
+        ([0, 1, 2], 10)
+    """
+    chosen = find_score(score)
+    if aggregation not in AGGREGATIONS:
+        raise ValueError(f"aggregation={aggregation!r} is unknown; allowed are {', '.join(map(repr, AGGREGATIONS))}.")
+    base, layers = unwrap(model), choose_stack(model, stack)
+    record = _record(base, score, chosen, seed=seed)
+    batches: list[Batch] = []
+    objective = None
+    if chosen.needs_data:
+        if data is None:
+            raise ValueError(f"score={score!r} needs data: rank_layers(model, data, ...).")
+        objective = make_objective(
+            base, labels=labels, unit=unit, draws=draws, seed=seed, log_likelihood=log_likelihood
+        )
+        share = (process_number(), count_processes())
+        drawn = draw_batches(
+            data,
+            base,
+            num_samples=num_samples,
+            batch_size=batch_size,
+            data_collator=data_collator,
+            seed=seed,
+            share=share,
+        )
+        with same_random_numbers(base, seed), torch.inference_mode(False):
+            batches = list(drawn)
+        record |= {"labels": labels if log_likelihood is None else "log_likelihood", "aggregation": aggregation}
+        record |= {"unit": unit, "draws": draws, "head_seeds": head_seeds}
+    request = ScoreRequest(base, layers.layers, batches, objective, aggregation, seed, engine, keep_inputs)
+    results = list(_score(request, chosen, head_seeds, progress))
+    ranking = _make_ranking(layers, results, record, seed)
+    return gather(ranking)[0]  # the same on all processes, to the last bit
+
+
+def _score(request: ScoreRequest, score: Score, head_seeds: int, progress: bool) -> Iterator[LayerScores]:
+    if head_seeds < 0 or (head_seeds and not score.needs_data):
+        raise ValueError(f"head_seeds={head_seeds!r}; allowed are integers from 0 on, for scores that look at data.")
+    with _Bar(progress and process_number() == 0) as bar:
+        request = replace(request, progress=bar)
+        if not head_seeds:
+            yield score.function(request)
+        for n in range(head_seeds):
+            with redrawn_head(request.model, request.seed + n):
+                yield score.function(request)
+
+
+class _Bar(Progress):
+    def __init__(self, shown: bool):
+        self.shown = shown
+        self._bar: Any = None
+
+    def __enter__(self) -> _Bar:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+    def expect(self, steps: int, unit: str) -> None:
+        if self._bar is not None:
+            self._bar.close()
+        self._bar = tqdm(total=steps, desc="ranking layers", unit=unit, disable=not self.shown)
+
+    def advance(self, steps: int) -> None:
+        if self._bar is not None:
+            self._bar.update(steps)
+
+
+def _make_ranking(layers: Stack, results: Sequence[LayerScores], record: dict[str, Any], seed: int) -> LayerRanking:
+    scores = torch.tensor([r.scores for r in results], dtype=torch.float64).mean(0).tolist()
+    first = results[0]
+    sure: Uncertainty | None = None
+    if first.shares is not None and first.counts is not None:
+        shares = torch.stack([r.shares for r in results if r.shares is not None]).mean(0)
+        by_sample = torch.tensor(first.samples).argsort()  # the same in a distributed run
+        sure = estimate_uncertainty(shares[:, by_sample], first.counts[by_sample], seed)
+    taus = [kendall_tau(a.scores, b.scores) for a, b in combinations(results, 2)]
+    return LayerRanking(
+        stack=layers.name,
+        scores=scores,
+        intervals=sure.intervals if sure else None,
+        top_probability=sure.top_probability if sure else None,
+        split_half_tau=sure.split_half_tau if sure else None,
+        head_tau=sum(taus) / len(taus) if taus else None,
+        record=record | {"num_samples": len(first.samples)} | first.record,
+    )
+
+
+def _record(model: nn.Module, name: str, score: Score, seed: int) -> dict[str, Any]:
+    config = getattr(model, "config", None)
+    dtype = next((str(p.dtype).removeprefix("torch.") for p in model.parameters()), "")
+    return {
+        "score": name,
+        "definition": score.definition,
+        "seed": seed,
+        "model": {
+            "class": type(model).__name__,
+            "name": getattr(config, "_name_or_path", "") or "",
+            "type": getattr(config, "model_type", ""),
+            "dtype": dtype,
+        },
+        "versions": {"torch": str(torch.__version__), "transformers": transformers.__version__},
+    }

@@ -1,0 +1,243 @@
+"""Scores: numbers for layers, the higher the more a layer matters. `register_score` adds one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from peft_surgical.fisher.batches import Batch
+from peft_surgical.fisher.diagonal import layer_fisher
+from peft_surgical.fisher.log_likelihood import Objective
+from peft_surgical.fisher.measure import FisherTask, Progress, Runner, check_values
+from peft_surgical.fisher.model_state import untouched
+from peft_surgical.fisher.owners import layer_parameters
+from peft_surgical.fisher.processes import add_up, gather
+from peft_surgical.layers import Layer
+from peft_surgical.ranking.aggregation import LayerScores, aggregate
+
+
+@dataclass(frozen=True)
+class ScoreRequest:
+    """What a score function gets.
+
+    Args:
+        model: The base model, without wrappers.
+        layers: The layers to score.
+        batches: The samples; empty for a score that needs none.
+        objective: What to differentiate, a function of the model's outputs and a batch.
+        aggregation: How a layer's entries become one number.
+        seed: For whatever is random.
+        engine: How the Fisher is computed.
+        keep_inputs: Where the layer-major engine keeps the inputs of the layers.
+        progress: To be told how far it is.
+    """
+
+    model: nn.Module
+    layers: Sequence[Layer]
+    batches: Sequence[Batch]
+    objective: Objective | None = None
+    aggregation: str = "frobenius"
+    seed: int = 0
+    engine: str = "auto"
+    keep_inputs: str = "device"
+    progress: Progress = field(default_factory=Progress)
+
+
+ScoreFunction = Callable[[ScoreRequest], LayerScores]
+
+
+@dataclass(frozen=True)
+class Score:
+    """A registered score.
+
+    Args:
+        function: Computes it.
+        needs_data: Whether it looks at samples.
+        definition: One line that says what it is.
+    """
+
+    function: ScoreFunction
+    needs_data: bool
+    definition: str
+
+
+SCORES: dict[str, Score] = {}
+
+
+def register_score(name: str, *, needs_data: bool = True) -> Callable[[ScoreFunction], ScoreFunction]:
+    """Register a function as a score for `rank_layers(score=name)`.
+
+    Args:
+        name: The name.
+        needs_data: Whether it looks at samples.
+
+    Returns:
+        A decorator. The first line of the function's docstring becomes the score's definition in rankings.
+
+    Raises:
+        ValueError: The name is taken.
+
+    Example:
+
+        >>> @register_score("my_score", needs_data=False)
+        ... def my_score(request):
+        ...     "The middle layers first."
+        ...     last = len(request.layers) - 1
+        ...     return LayerScores([-abs(i - last / 2) for i in range(last + 1)])
+        >>> SCORES.pop("my_score").definition
+        'The middle layers first.'
+    """
+
+    def register(function: ScoreFunction) -> ScoreFunction:
+        if name in SCORES:
+            raise ValueError(f"There is a score {name!r} already. Give yours another name.")
+        definition = (function.__doc__ or name).strip().splitlines()[0]
+        SCORES[name] = Score(function, needs_data, definition)
+        return function
+
+    return register
+
+
+def find_score(name: str) -> Score:
+    """The score of that name.
+
+    Raises:
+        ValueError: There is none.
+    """
+    if name not in SCORES:
+        raise ValueError(
+            f"score={name!r} is unknown; allowed are {', '.join(map(repr, sorted(SCORES)))}. "
+            "Add your own with register_score."
+        )
+    return SCORES[name]
+
+
+@register_score("fisher")
+def fisher(request: ScoreRequest) -> LayerScores:
+    """Diagonal of the Fisher information of log p(y|x), aggregated over the layer's entries.
+
+    Lodha et al. 2023, "On Surgical Fine-tuning for Language Encoders", section 3.1, equation 1.
+    """
+    assert request.objective is not None
+    measurement = layer_fisher(
+        request.model,
+        request.layers,
+        request.batches,
+        request.objective,
+        diagonal=request.aggregation.startswith("frobenius"),
+        engine=request.engine,
+        seed=request.seed,
+        keep_inputs=request.keep_inputs,
+        progress=request.progress,
+    )
+    return aggregate(measurement, request.aggregation)
+
+
+@register_score("last", needs_data=False)
+def last(request: ScoreRequest) -> LayerScores:
+    """The last layers first (Lee et al. 2019, "What Would Elsa Do? Freezing Layers During Transformer
+    Fine-Tuning")."""
+    return LayerScores([float(i) for i in range(len(request.layers))])
+
+
+@register_score("first", needs_data=False)
+def first(request: ScoreRequest) -> LayerScores:
+    """The first layers first, as Lee et al. 2023 find best for shifts of the input ("Surgical Fine-Tuning", ICLR)."""
+    return LayerScores([float(-i) for i in range(len(request.layers))])
+
+
+@register_score("random", needs_data=False)
+def random(request: ScoreRequest) -> LayerScores:
+    """A random order, the control that Sung et al. 2021 compare the Fisher mask with."""
+    generator = torch.Generator().manual_seed(request.seed)
+    return LayerScores(torch.rand(len(request.layers), generator=generator).tolist())
+
+
+@register_score("grad_norm")
+def grad_norm(request: ScoreRequest) -> LayerScores:
+    """Norm of the mean gradient of the log-likelihood over the layer's entries (the numerator of Lee et al. 2023's
+    RGN)."""
+    return LayerScores([norm for norm, _ in _mean_gradient_norms(request)], samples=_samples(request))
+
+
+@register_score("rgn")
+def relative_gradient_norm(request: ScoreRequest) -> LayerScores:
+    """Relative gradient norm: norm of the layer's mean gradient over the norm of its weights.
+
+    Lee et al. 2023, "Surgical Fine-Tuning Improves Adaptation to Distribution Shifts", section 4.1 (Auto-RGN).
+    """
+    pairs = _mean_gradient_norms(request)
+    return LayerScores([norm / weight if weight else 0.0 for norm, weight in pairs], samples=_samples(request))
+
+
+@register_score("snr", needs_data=False)
+def signal_to_noise(request: ScoreRequest) -> LayerScores:
+    """Signal-to-noise ratio of the layer's weight matrices, the mean over them; needs no data.
+
+    Hartford et al. 2024, "Spectrum: Targeted Training on Signal to Noise Ratio": the sum of the singular values above
+    the Marchenko-Pastur edge, over the sum of those below it, over the largest one. The edge is sigma (1 + sqrt(m /
+    n)) for an n by m matrix with m <= n, with sigma taken from the interquartile range of the singular values.
+    """
+    scores = []
+    request.progress.expect(len(request.layers), " layers")
+    for group in layer_parameters(request.layers):
+        matrices = [p.detach() for p in group.values() if p.dim() >= 2]
+        if not matrices:
+            raise ValueError("score='snr' needs weight matrices, and a layer has none.")
+        ratios = [r for m in matrices for r in _signal_to_noise(m)]
+        scores.append(sum(ratios) / len(ratios))
+        request.progress.advance(1)
+    return LayerScores(scores)
+
+
+def _signal_to_noise(weight: Tensor) -> list[float]:
+    """The ratio of a matrix, or of each of a stack of matrices."""
+    if weight.dim() > 3 or not weight.is_floating_point():
+        weight = weight.flatten(1)
+    if weight.dim() == 3:
+        return [ratio for matrix in weight for ratio in _signal_to_noise(matrix)]
+    singular = torch.linalg.svdvals(weight.to(torch.promote_types(weight.dtype, torch.float32)))
+    quartiles = torch.quantile(singular, torch.tensor([0.25, 0.75], dtype=singular.dtype, device=singular.device))
+    sigma = (quartiles[1] - quartiles[0]) / 1.349
+    edge = sigma * (1 + (min(weight.shape) / max(weight.shape)) ** 0.5)
+    signal, noise = singular[singular > edge].sum(), singular[singular <= edge].sum()
+    largest = singular[0].clamp_min(torch.finfo(singular.dtype).tiny)
+    # with nothing below the edge all is signal; Spectrum's code lets the ratio overflow there
+    return [float(signal / noise.clamp_min(torch.finfo(singular.dtype).eps * largest) / largest)]
+
+
+def _samples(request: ScoreRequest) -> list[int]:
+    return [i for part in gather([i for batch in request.batches for i in batch.index]) for i in part]
+
+
+def _mean_gradient_norms(request: ScoreRequest) -> list[tuple[float, float]]:
+    """For each layer the norm of the gradient of the mean log-likelihood, and the norm of the weights."""
+    assert request.objective is not None
+    groups = layer_parameters(request.layers)
+    parameters = [p for group in groups for p in group.values()]
+    runner = Runner(FisherTask(request.model, request.layers, request.objective))
+    total = [torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for p in parameters]
+    divisor = torch.zeros((), dtype=torch.float64)
+    request.progress.expect(sum(len(batch) for batch in request.batches), " samples")
+    with untouched(request.model, request.seed):
+        for p in parameters:
+            p.requires_grad_()
+        for batch in request.batches:
+            values, counts = runner.rows(batch)
+            check_values(values, batch)
+            grads = torch.autograd.grad(values.sum(), parameters, allow_unused=True)
+            for t, g in zip(total, grads, strict=True):
+                if g is not None:
+                    t += g
+            divisor += counts.sum().cpu()
+            request.progress.advance(len(batch))
+    count = float(add_up(divisor))
+    sums = iter([add_up(t) / count for t in total])
+    return [(_norm([next(sums) for _ in group]), _norm([p.detach() for p in group.values()])) for group in groups]
+
+
+def _norm(tensors: Sequence[Tensor]) -> float:
+    return sum(float(torch.linalg.vector_norm(t, dtype=torch.float64)) ** 2 for t in tensors) ** 0.5

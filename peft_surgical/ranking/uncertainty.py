@@ -1,0 +1,99 @@
+"""How sure an order of layers is: samples drawn anew, and halves of the samples compared."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+REPLICATES = 1000
+SPLITS = 100
+LEVEL = 0.95
+
+
+@dataclass(frozen=True)
+class Uncertainty:
+    """How sure the scores of layers are.
+
+    Args:
+        intervals: The central 95 % of each layer's score over samples drawn anew, as (low, high).
+        top_probability: For each layer, how often it was among the best 1, 2, 3, ...
+        split_half_tau: Mean Kendall tau between the orders that two random halves of the samples give; None for fewer
+            than two samples.
+    """
+
+    intervals: list[tuple[float, float]]
+    top_probability: list[list[float]]
+    split_half_tau: float | None
+
+
+def estimate_uncertainty(shares: Tensor, counts: Tensor, seed: int = 0) -> Uncertainty:
+    """Draw samples anew, with replacement, and score the layers on each draw (the bootstrap).
+
+    The scores of a draw are linear in the samples' multiplicities: exactly so for the trace and the mean, and to first
+    order for the norms (`sums.py`).
+
+    Args:
+        shares: What each sample contributes to each layer's score, (L, N). The score is `shares.sum(1) /
+            counts.sum()`.
+        counts: What each sample adds to the divisor, (N,).
+        seed: Seed of the draws.
+
+    Example:
+
+        >>> shares = torch.tensor([[1.0, 2.0, 3.0], [0.1, 0.2, 0.1]])
+        >>> estimate_uncertainty(shares, torch.ones(3)).top_probability
+        [[1.0, 1.0], [0.0, 1.0]]
+    """
+    generator = torch.Generator().manual_seed(seed)
+    shares, counts = shares.double().cpu(), counts.double().cpu()
+    scores = _resampled(shares, counts, generator)
+    tail = (1 - LEVEL) / 2
+    low, high = torch.quantile(scores, torch.tensor([tail, 1 - tail], dtype=scores.dtype), dim=0)
+    layers = shares.shape[0]
+    ranks = scores.argsort(dim=1, descending=True, stable=True).argsort(dim=1)
+    top = [[float((ranks[:, layer] < k).double().mean()) for k in range(1, layers + 1)] for layer in range(layers)]
+    return Uncertainty(
+        list(zip(low.tolist(), high.tolist(), strict=True)), top, _split_half(shares, counts, generator)
+    )
+
+
+def kendall_tau(first: Sequence[float] | Tensor, second: Sequence[float] | Tensor) -> float:
+    """Kendall's rank correlation (tau-a): 1 for the same order, -1 for the opposite one, 0 on average by chance.
+
+    Example:
+
+        >>> kendall_tau([1, 2, 3], [1, 3, 2])
+        0.3333333333333333
+    """
+    a, b = (torch.as_tensor(x, dtype=torch.float64) for x in (first, second))
+    if len(a) < 2:
+        return 1.0
+    agreement = (a[:, None] - a).sign() * (b[:, None] - b).sign()
+    return float(agreement.sum() / (len(a) * (len(a) - 1)))
+
+
+def _resampled(shares: Tensor, counts: Tensor, generator: torch.Generator) -> Tensor:
+    """Scores, (replicates, L)."""
+    samples = len(counts)
+    drawn = torch.randint(samples, (REPLICATES, samples), generator=generator)
+    weights = torch.zeros(REPLICATES, samples, dtype=shares.dtype).scatter_add_(
+        1, drawn, torch.ones_like(drawn).double()
+    )
+    return (weights @ shares.T) / (weights @ counts).clamp_min(1e-300)[:, None]
+
+
+def _split_half(shares: Tensor, counts: Tensor, generator: torch.Generator) -> float | None:
+    samples = len(counts)
+    if samples < 2:
+        return None
+    taus = []
+    for _ in range(SPLITS):
+        order = torch.randperm(samples, generator=generator)
+        halves = order[: samples // 2], order[samples // 2 :]
+        first, second = (shares[:, half].sum(1) / counts[half].sum().clamp_min(1e-300) for half in halves)
+        taus.append(kendall_tau(first, second))
+    return sum(taus) / len(taus)

@@ -1,0 +1,1 @@
+"""SPAFIT and strata of any kind as a method of PEFT."""

@@ -1,0 +1,475 @@
+"""What the tuners of this package have in common: checks, injection of `TunedModule`, switching, unloading."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from peft.tuners.tuners_utils import (
+    BaseTuner,
+    BaseTunerLayer,
+    _check_adapters_not_merged,
+    check_target_module_exists,
+)
+from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper, _get_submodules
+from torch import nn
+from tqdm import tqdm
+
+from peft_surgical.deltas.base_check import check_base, check_file, check_tensors, describe_base
+from peft_surgical.deltas.encoded_tensors import decode_state, encode_state
+from peft_surgical.modules.mixed_batch import adapter_names_in_forward
+from peft_surgical.modules.tied_weights import admit_untied_embeddings, forget_originals, note_untied
+from peft_surgical.modules.tuned_module import TunedModule, TunedOwner
+from peft_surgical.modules.units import innermost_tuned, original_tensor
+from peft_surgical.tuners.gradient_checkpointing import BackwardStart
+from peft_surgical.tuners.report import TuningReport, tuning_report
+from peft_surgical.tuners.task_heads import apply_label_settings, head_names, head_shapes, label_settings, resize_heads
+from peft_surgical.tuners.trained_set import warn_of_surprises
+from peft_surgical.tuners.weighted import add_weighted_adapter
+
+
+class DeltaTuner(BaseTuner):
+    """Base of `SurgicalModel` and `StratifiedModel`: tuners that give modules copies of their own tensors."""
+
+    tuned_module_cls: type[TunedModule] = TunedModule
+    tuned_owner_cls: type[TunedOwner] = TunedOwner
+    target_module_mapping: dict[str, list[str]] = {}
+    _frozen_on_purpose: frozenset[str] = frozenset()
+    _is_trained_set_checked = False
+
+    # ---- before the model is changed
+
+    def _choose_tensors(self, config: Any, model: nn.Module) -> dict[str, list[str]]:
+        """The tensors that get a copy: their names by the path of the module that owns them."""
+        raise NotImplementedError
+
+    def _prepare_adapter_config(self, peft_config: Any, model_config: dict) -> Any:
+        return peft_config  # no method here has default modules by model type
+
+    def _prepare_model(self, peft_config: Any, model: nn.Module) -> None:
+        """Resolve what the config means on this model, and check what is loaded. Nothing is changed before this."""
+        if not hasattr(self, "_labels_of_base"):
+            self._labels_of_base = label_settings(model)
+        heads = [*(peft_config.modules_to_save or []), *head_names(model, peft_config.task_type)]
+        peft_config.modules_to_save = list(dict.fromkeys(heads)) or None
+        peft_config._units = self._choose_tensors(peft_config, model)
+        peft_config._shared = {}
+        tensors = self._touched_tensors(peft_config, model)
+        if peft_config.base is None:
+            peft_config.base = describe_base(model, tensors)
+            if peft_config.labels is None and head_names(model, peft_config.task_type):
+                peft_config.labels = label_settings(model)
+        elif peft_config.check_base:
+            check_base(peft_config.base, model, tensors, peft_config.present_name)
+        if (file := peft_config.weights_file()) is not None:
+            check_file(
+                file,
+                self._expected_tensors(peft_config, model),
+                is_known=self._is_known_tensor(peft_config, model),
+                present_name=peft_config.present_name,
+            )
+
+    def _touched_tensors(self, config: Any, model: nn.Module) -> dict[str, torch.Tensor]:
+        """The base's original values of the tensors that the adapter changes, by name."""
+        return {
+            f"{path}.{name}": original_tensor(model.get_submodule(path), name)
+            for path, names in config._units.items()
+            for name in names
+        }
+
+    def _expected_tensors(self, config: Any, model: nn.Module) -> dict[str, torch.Size]:
+        """The shapes of the copies and of the head in the adapter's file, by name."""
+        container = self.tuned_module_cls.adapter_layer_names[0]
+        shapes = {}
+        for path, names in config._units.items():
+            module = model.get_submodule(path)
+            own = f".{TunedOwner.child_name}" if path in config._owners else ""
+            for name in names:
+                key = f"base_model.model.{path}{own}.{container}.{name.replace('.', '|')}"
+                shapes[key] = original_tensor(module, name).shape
+        of_base = self._labels_of_base.get("num_labels", 0)
+        labels = (config.labels or {}).get("num_labels", of_base), of_base
+        for name, shape in head_shapes(model, config.modules_to_save or [], *labels).items():
+            shapes[f"base_model.model.{name}"] = shape
+        return shapes
+
+    def _is_known_tensor(self, config: Any, model: nn.Module) -> Callable[[str], bool]:
+        """Tells which tensors an adapter's file may hold besides the expected ones."""
+        return self._may_be_saved_along(config, model)
+
+    @classmethod
+    def _may_be_saved_along(cls, config: Any, model: nn.Module) -> Callable[[str], bool]:
+        """Tells which tensors of the base PEFT may save with an adapter."""
+        return embedding_tensors(model).__contains__
+
+    # ---- changing the model
+
+    @staticmethod
+    def _check_target_module_exists(peft_config: Any, key: str) -> Any:
+        if key in peft_config._units:
+            return True
+        if peft_config.target_modules is None and not peft_config.exclude_modules:
+            return False
+        found = check_target_module_exists(_Matching.of(peft_config), key)
+        return found if found is not True and not found else False  # keeps PEFT's marker of an excluded module
+
+    def _create_and_replace(  # type: ignore[override]
+        self,
+        peft_config: Any,
+        adapter_name: str,
+        target: nn.Module,
+        target_name: str,
+        parent: nn.Module,
+        current_key: str,
+        **kwargs: Any,
+    ) -> None:
+        names = peft_config._units.get(current_key)
+        if names is None:
+            raise ValueError(
+                f"The weights have tensors for {current_key!r}, which the adapter's configuration does not choose."
+            )
+        options = {
+            "init_weights": getattr(peft_config, "init_weights", True) is not False,
+            "inference_mode": peft_config.inference_mode,
+            "shared": peft_config._shared,
+        }
+        is_owner = current_key in peft_config._owners
+        tuned: Any = target._modules.get(TunedOwner.child_name) if is_owner else innermost_tuned(target)
+        if tuned is not None:
+            tuned.update_layer(adapter_name, names, **options)
+        elif is_owner:
+            tuned = self.tuned_owner_cls.attach(target, adapter_name, names, **options)
+        elif isinstance(target, BaseTunerLayer):  # another kind of adapter is outside, and stays there
+            inner: Any = target.base_layer  # type: ignore[attr-defined]
+            tuned = self._tuned_module_cls_for(inner)(inner, adapter_name, names, **options)
+            target.base_layer = tuned  # type: ignore[attr-defined]
+        else:
+            tuned = self._tuned_module_cls_for(target)(target, adapter_name, names, **options)
+            setattr(parent, target_name, tuned)
+        # a module that was wrapped just now has the new adapter active, which the tuner may not
+        tuned.tuned[adapter_name].requires_grad_(
+            adapter_name in self.active_adapters and not peft_config.inference_mode
+        )
+        tuned._active_adapter = list(self.active_adapters)
+
+    def _tuned_module_cls_for(self, module: nn.Module) -> type[TunedModule]:
+        return self.tuned_module_cls
+
+    def inject_adapter(self, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
+        if hasattr(nn.ModuleDict(), adapter_name) or "." in adapter_name:
+            raise ValueError(f"An adapter cannot be called {adapter_name!r}: PyTorch uses that name. Choose another.")
+        frozen, present = self._frozen_on_purpose, {id(module) for module in model.modules()}
+        super().inject_adapter(model, adapter_name, *args, **kwargs)
+        # new modules take the mode of their model, so that an eval() model stays one with dropout in an adapter
+        for module in [self, *(module for module in model.modules() if id(module) not in present)]:
+            module.training = model.training
+        note_untied(model)
+        config: Any = self.peft_config[adapter_name]
+        self._frozen_on_purpose = frozen  # PEFT gives back the flags that it set meanwhile
+        config._shared = {}
+        if config.labels and self._labels_of_base:
+            resize_heads(model, adapter_name, config.labels["num_labels"], self._labels_of_base["num_labels"])
+        # sharding, which comes later, hides the shapes
+        config._shapes = {
+            self._remove_adapter_name_from_key(name, adapter_name): tensor.shape
+            for name, tensor in live_tensors(model, adapter_name).items()
+        }
+        self._sync_labels()
+
+    def _check_target_module_compatiblity(self, peft_config: Any, model: nn.Module, target_name: str) -> None:
+        """PEFT's warning is about LoRA on Mamba's projections; copies of whole tensors have no such limit."""
+
+    # ---- switching, disabling, deleting
+
+    def set_adapter(self, adapter_name: str | list[str], inference_mode: bool = False) -> None:
+        super().set_adapter(adapter_name, inference_mode=inference_mode)
+        self._note_frozen(self.active_adapters, inference_mode)
+        self._sync_labels()
+
+    def set_requires_grad(self, adapter_names: str | Sequence[str], requires_grad: bool = True) -> None:
+        super().set_requires_grad(adapter_names, requires_grad)
+        self._note_frozen([adapter_names] if isinstance(adapter_names, str) else adapter_names, not requires_grad)
+
+    def _note_frozen(self, adapter_names: Sequence[str], frozen: bool) -> None:
+        change = self._frozen_on_purpose.union if frozen else self._frozen_on_purpose.difference
+        self._frozen_on_purpose = change(adapter_names)
+        self._is_trained_set_checked = False
+
+    def _enable_adapter_layers(self, enabled: bool = True) -> None:
+        super()._enable_adapter_layers(enabled)
+        self._sync_labels(enabled)
+
+    def _sync_labels(self, enabled: bool = True) -> None:
+        """Let the model's config tell of the labels of the active adapter, or of the base's own."""
+        settings = self._labels_of_base
+        if enabled:
+            for name in self.active_adapters:
+                settings = getattr(self.peft_config.get(name), "labels", None) or settings
+        apply_label_settings(self.model, settings)
+
+    def delete_adapter(self, adapter_name: str) -> None:
+        """Delete an adapter. If it was the active one, the oldest remaining adapter becomes active on all modules."""
+        if adapter_name not in self.peft_config:
+            raise ValueError(f"Adapter {adapter_name} does not exist. Adapters: {', '.join(self.peft_config)}.")
+        _check_adapters_not_merged(self.model, adapter_name)
+        was_active = adapter_name in self.active_adapters
+        remaining = [name for name in self.active_adapters if name != adapter_name]
+        del self.peft_config[adapter_name]
+        if was_active and not remaining:
+            remaining = list(self.peft_config)[:1]
+            if remaining:
+                warnings.warn(
+                    f"Adapter {adapter_name} was active which is now deleted. Setting active adapter to "
+                    f"{remaining[0]}.",
+                    stacklevel=2,
+                )
+        if was_active and remaining:
+            self.set_adapter(remaining)
+        elif was_active:
+            self.active_adapter = []
+            self._sync_labels()
+        for module in list(self.model.modules()):
+            if isinstance(module, BaseTunerLayer):
+                for attribute in module.adapter_layer_names + module.other_param_names:
+                    table = getattr(module, attribute)
+                    if adapter_name in table:
+                        del table[adapter_name]
+                if was_active and not remaining:
+                    module.set_adapter([])
+            elif isinstance(module, AuxiliaryTrainingWrapper):
+                module.delete_adapter(adapter_name, new_active_adapters=list(self.active_adapters))
+        if "_backward_start" in self.__dict__:
+            self._backward_start.look_again()  # it would hold on to the deleted tensors
+
+    def train(self, mode: bool = True):
+        """As in `nn.Module`, except that running statistics of frozen modules do not move in training."""
+        super().train(mode)
+        if mode:
+            for module in frozen_statistics(self.model):
+                module.eval()
+        return self
+
+    @contextmanager
+    def _enable_peft_forward_hooks(self, *args: Any, **kwargs: Any) -> Iterator[None]:
+        """Called by PEFT around forward and generate; serves batches whose rows belong to different adapters."""
+        if self.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            self._before_training()
+        names = kwargs.get("adapter_names")
+        if names is None:
+            yield
+            return
+        beams = kwargs.get("num_beams") or 1
+        with adapter_names_in_forward(self, names, [*args, *kwargs.values()], beams):
+            yield
+
+    def _before_training(self) -> None:
+        if "_backward_start" not in self.__dict__:
+            self._backward_start = BackwardStart()
+        if not self._is_trained_set_checked:
+            self._is_trained_set_checked = True
+            warn_of_surprises(self, self._frozen_on_purpose)
+            self._backward_start.look_again()
+        self._backward_start.update(self.model)
+
+    def add_weighted_adapter(
+        self,
+        adapters: Sequence[str],
+        weights: Sequence[float],
+        adapter_name: str,
+        combination_type: str = "linear",
+        density: float | None = None,
+        majority_sign_method: str = "total",
+    ) -> None:
+        """Add an adapter that combines others. It is not active at first.
+
+        Args:
+            adapters: The adapters to combine.
+            weights: Their weights, which may be negative. Weights 1 and 0 give the first adapter's values.
+            adapter_name: The name of the new adapter.
+            combination_type: `"linear"` is the base plus the sum of weight times difference to the base. `"ties"`,
+                `"dare_linear"`, `"dare_ties"` and `"magnitude_prune"` prune the differences of each tensor first, as
+                PEFT does.
+            density: The share of values that pruning keeps, above 0 and at most 1.
+            majority_sign_method: For `"ties"`, `"total"` or `"frequency"`, see PEFT.
+
+        Raises:
+            ValueError: Unknown adapters or options, heads of different sizes, or choices of modules that no one
+                configuration can express together.
+        """
+        add_weighted_adapter(self, adapters, weights, adapter_name, combination_type, density, majority_sign_method)
+
+    def _unite_choice(self, united: Any, configs: Sequence[Any]) -> None:
+        """Make a config choose what any of several configs chooses."""
+        raise NotImplementedError
+
+    def tuning_report(self) -> TuningReport:
+        """What is trained at present, layer by layer, and how far down the backward pass goes."""
+        return tuning_report(self.model)
+
+    # ---- unloading
+
+    def _unload_and_optionally_merge(
+        self,
+        merge: bool = True,
+        progressbar: bool = False,
+        safe_merge: bool = False,
+        adapter_names: list[str] | None = None,
+    ) -> Any:
+        wrapped = [
+            (name, module)
+            for name, module in self.model.named_modules()
+            if isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper))
+        ]
+        if merge:
+            self.merge_adapter(adapter_names, safe_merge)
+        else:
+            self.unmerge_adapter()
+        done: list[str] = []
+        for name, module in tqdm(wrapped, disable=not progressbar, desc="Unloading"):
+            if isinstance(module, TunedOwner):
+                module.detach()
+            if isinstance(module, TunedOwner) or any(name.startswith(f"{outer}.") for outer in done):
+                continue
+            done.append(name)
+            parent, _, child_name = _get_submodules(self.model, name)
+            if isinstance(module, AuxiliaryTrainingWrapper) and not merge:
+                plain = module.original_module  # PEFT itself would leave the trained head in the base
+            elif hasattr(module, "unload_and_optionally_merge_module"):
+                plain = module.unload_and_optionally_merge_module(
+                    merge=merge, safe_merge=safe_merge, adapter_names=adapter_names
+                )
+            else:
+                plain = module.get_base_layer()
+            setattr(parent, child_name, plain)
+        self._sync_labels(enabled=merge)
+        forget_originals(self.model)
+        if merge:
+            admit_untied_embeddings(self.model)
+        if hasattr(self.model, "peft_config"):
+            del self.model.peft_config
+        return self.model
+
+    # ---- saving and loading
+
+    @classmethod
+    def _get_adapter_state_dict(cls, model, config, adapter_name, state_dict, unwanted_adapter_names):
+        found = super()._get_adapter_state_dict(model, config, adapter_name, state_dict, unwanted_adapter_names)
+        expected = cls._wanted_shapes(config, adapter_name, state_dict)
+        if not found:  # under FSDP1 the modules' paths are not the names of their tensors, and PEFT finds none
+            found = {
+                name: state_dict[name] for name in expected if name in state_dict and ".modules_to_save." not in name
+            }
+        heads = {name: tensor for name, tensor in state_dict.items() if name in expected}
+        shapes = {name: torch.Size(tensor.shape) for name, tensor in {**found, **heads}.items() if name in expected}
+        check_tensors(shapes, expected, source=f"The state of adapter {adapter_name!r}")
+        return encode_state(model, adapter_name, found, config.encoding, state_dict)
+
+    @classmethod
+    def _wanted_shapes(cls, config: Any, adapter_name: str, names: Iterable[str]) -> dict[str, torch.Size]:
+        """The shapes of an adapter's tensors by the names that they have at present.
+
+        Another adapter may have wrapped their modules since the adapter was made; the names in the file tell which is
+        which.
+        """
+        prefix = prefix_of_peft_model(names)
+        present = {cls._remove_adapter_name_from_key(name, adapter_name): name for name in names}
+        return {present.get(prefix + name, prefix + name): shape for name, shape in config._shapes.items()}
+
+    @classmethod
+    def _remap_adapter_state_dict_for_load(cls, model, config, adapter_name, state_dict):
+        state_dict = {config.present_name(name): tensor for name, tensor in state_dict.items()}
+        decoded = decode_state(model, adapter_name, state_dict, cls._remove_adapter_name_from_key)
+        remapped = super()._remap_adapter_state_dict_for_load(model, config, adapter_name, decoded)
+        live = live_tensors(model, adapter_name)
+        check_tensors(
+            {name: torch.Size(tensor.shape) for name, tensor in remapped.items()},
+            cls._wanted_shapes(config, adapter_name, live),
+            source=f"The state for adapter {adapter_name!r}",
+            is_known=cls._may_be_saved_along(config, model),
+        )
+        config.forget_saved_names()
+        # PEFT may assign what it loads, which would bring the file's dtype and device into the model
+        return {name: _like(live[name], tensor) if name in live else tensor for name, tensor in remapped.items()}
+
+
+def _like(live: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    device = tensor.device if live.device.type == "meta" else live.device  # those follow their base afterwards
+    return tensor.to(device, live.dtype)
+
+
+@dataclass
+class _Matching:
+    """The fields of a config that PEFT's matching of names reads."""
+
+    target_modules: Any
+    exclude_modules: Any
+    modules_to_save: Any
+    target_parameters: Any = None
+    layers_to_transform: Any = None
+    layers_pattern: Any = None
+
+    @classmethod
+    def of(cls, config: Any) -> _Matching:
+        return cls(config.target_modules or [], config.exclude_modules, config.modules_to_save)
+
+
+def frozen_statistics(model: nn.Module) -> Iterator[nn.Module]:
+    """The modules with running statistics that no active adapter tunes; the base's statistics must not move."""
+    tuned: set[int] = set()
+    for module in model.modules():
+        if isinstance(module, TunedModule):
+            names = {name for a in module.active_adapters if a in module.tuned for name in module.tuned[a].names}
+            for path, inner in module.base_layer.named_modules():
+                if f"{path}.running_mean".lstrip(".") in names:
+                    tuned.add(id(inner))
+        elif isinstance(module, ModulesToSaveWrapper):
+            tuned.update(id(m) for m in module.modules_to_save.modules())
+    for module in model.modules():
+        if getattr(module, "running_mean", None) is not None and id(module) not in tuned:
+            if not isinstance(module, (TunedModule, AuxiliaryTrainingWrapper)):
+                yield module
+
+
+def embedding_tensors(model: nn.Module) -> set[str]:
+    """The embeddings' tensors by their names in a file; PEFT saves them along on demand or if they were resized."""
+    found: set[str] = set()
+    for get in ("get_input_embeddings", "get_output_embeddings"):
+        embedding = getattr(model, get, lambda: None)()
+        for path, module in model.named_modules():
+            if module is embedding and module is not None:
+                path = path.removeprefix("base_model.model.")
+                # inside the wrapper of an adapter if they are tuned themselves
+                for name in module.state_dict():
+                    found.update({f"base_model.model.{path}.{name}", f"base_model.model.{path}.base_layer.{name}"})
+    return found
+
+
+def prefix_of_peft_model(names: Iterable[str]) -> str:
+    """What a `PeftModel` puts before the names of its base model's tensors; empty if these are not a `PeftModel`'s."""
+    prefix = "base_model.model."
+    return prefix if any(name.startswith(prefix) for name in names) else ""
+
+
+def live_tensors(model: nn.Module, adapter_name: str) -> dict[str, torch.Tensor]:
+    """All tensors of an adapter in a model, head included, by their names in the model."""
+    found: dict[str, torch.Tensor] = {}
+    for path, module in model.named_modules():
+        tables: Mapping[str, Any] = {}
+        if isinstance(module, BaseTunerLayer):
+            tables = {name: getattr(module, name) for name in module.adapter_layer_names}
+        elif isinstance(module, ModulesToSaveWrapper):
+            tables = {"modules_to_save": module.modules_to_save}
+        for name, table in tables.items():
+            if adapter_name not in table:
+                continue
+            entry = table[adapter_name]
+            prefix = f"{path}.{name}.{adapter_name}".replace("_fsdp_wrapped_module.", "")
+            if isinstance(entry, nn.Module):
+                found.update({f"{prefix}.{key}": value for key, value in entry.state_dict().items()})
+            else:
+                found[prefix] = entry
+    return found
