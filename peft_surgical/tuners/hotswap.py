@@ -24,7 +24,8 @@ from peft_surgical.deltas.encoded_tensors import decode_state
 from peft_surgical.layers import LayerSpec
 from peft_surgical.modules.tuned_module import TunedModule, TunedOwner
 from peft_surgical.modules.units import innermost_tuned
-from peft_surgical.tuners.tuner import DeltaTuner, live_tensors
+from peft_surgical.tuners.adapter_state import live_tensors
+from peft_surgical.tuners.tuner import DeltaTuner
 from peft_surgical.tuners.weighted import united_config
 
 

@@ -7,8 +7,10 @@ from collections.abc import Collection, Iterator
 from typing import Any
 
 from peft.tuners.tuners_utils import BaseTunerLayer
-from peft.utils.other import AuxiliaryTrainingWrapper
+from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 from torch import nn
+
+from peft_surgical.modules.tuned_module import TunedModule
 
 
 def adapter_parameters(model: nn.Module, adapters: Collection[str]) -> Iterator[tuple[str, nn.Parameter]]:
@@ -56,3 +58,20 @@ def warn_of_surprises(tuner: Any, frozen_on_purpose: Collection[str] = ()) -> No
             "or name their modules in modules_to_save.",
             stacklevel=2,
         )
+
+
+def frozen_statistics(model: nn.Module) -> Iterator[nn.Module]:
+    """The modules with running statistics that no active adapter tunes; the base's statistics must not move."""
+    tuned: set[int] = set()
+    for module in model.modules():
+        if isinstance(module, TunedModule):
+            names = {name for a in module.active_adapters if a in module.tuned for name in module.tuned[a].names}
+            for path, inner in module.base_layer.named_modules():
+                if f"{path}.running_mean".lstrip(".") in names:
+                    tuned.add(id(inner))
+        elif isinstance(module, ModulesToSaveWrapper):
+            tuned.update(id(m) for m in module.modules_to_save.modules())
+    for module in model.modules():
+        if getattr(module, "running_mean", None) is not None and id(module) not in tuned:
+            if not isinstance(module, (TunedModule, AuxiliaryTrainingWrapper)):
+                yield module

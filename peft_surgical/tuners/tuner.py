@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -15,20 +15,21 @@ from peft.tuners.tuners_utils import (
     _check_adapters_not_merged,
     check_target_module_exists,
 )
-from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper, _get_submodules
+from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn
-from tqdm import tqdm
 
 from peft_surgical.deltas.base_check import check_base, check_file, check_tensors, describe_base
 from peft_surgical.deltas.encoded_tensors import decode_state, encode_state
 from peft_surgical.modules.mixed_batch import adapter_names_in_forward
-from peft_surgical.modules.tied_weights import admit_untied_embeddings, forget_originals, note_untied
+from peft_surgical.modules.tied_weights import note_untied
 from peft_surgical.modules.tuned_module import TunedModule, TunedOwner
 from peft_surgical.modules.units import innermost_tuned, original_tensor
+from peft_surgical.tuners.adapter_state import as_live, embedding_tensors, live_tensors, prefix_of_peft_model
 from peft_surgical.tuners.gradient_checkpointing import BackwardStart
 from peft_surgical.tuners.report import TuningReport, tuning_report
 from peft_surgical.tuners.task_heads import apply_label_settings, head_names, head_shapes, label_settings, resize_heads
-from peft_surgical.tuners.trained_set import warn_of_surprises
+from peft_surgical.tuners.trained_set import frozen_statistics, warn_of_surprises
+from peft_surgical.tuners.unloading import unload
 from peft_surgical.tuners.weighted import add_weighted_adapter
 
 
@@ -319,39 +320,7 @@ class DeltaTuner(BaseTuner):
         safe_merge: bool = False,
         adapter_names: list[str] | None = None,
     ) -> Any:
-        wrapped = [
-            (name, module)
-            for name, module in self.model.named_modules()
-            if isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper))
-        ]
-        if merge:
-            self.merge_adapter(adapter_names, safe_merge)
-        else:
-            self.unmerge_adapter()
-        done: list[str] = []
-        for name, module in tqdm(wrapped, disable=not progressbar, desc="Unloading"):
-            if isinstance(module, TunedOwner):
-                module.detach()
-            if isinstance(module, TunedOwner) or any(name.startswith(f"{outer}.") for outer in done):
-                continue
-            done.append(name)
-            parent, _, child_name = _get_submodules(self.model, name)
-            if isinstance(module, AuxiliaryTrainingWrapper) and not merge:
-                plain = module.original_module  # PEFT itself would leave the trained head in the base
-            elif hasattr(module, "unload_and_optionally_merge_module"):
-                plain = module.unload_and_optionally_merge_module(
-                    merge=merge, safe_merge=safe_merge, adapter_names=adapter_names
-                )
-            else:
-                plain = module.get_base_layer()
-            setattr(parent, child_name, plain)
-        self._sync_labels(enabled=merge)
-        forget_originals(self.model)
-        if merge:
-            admit_untied_embeddings(self.model)
-        if hasattr(self.model, "peft_config"):
-            del self.model.peft_config
-        return self.model
+        return unload(self, merge, progressbar, safe_merge, adapter_names)
 
     # ---- saving and loading
 
@@ -393,12 +362,7 @@ class DeltaTuner(BaseTuner):
         )
         config.forget_saved_names()
         # PEFT may assign what it loads, which would bring the file's dtype and device into the model
-        return {name: _like(live[name], tensor) if name in live else tensor for name, tensor in remapped.items()}
-
-
-def _like(live: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    device = tensor.device if live.device.type == "meta" else live.device  # those follow their base afterwards
-    return tensor.to(device, live.dtype)
+        return {name: as_live(live[name], tensor) if name in live else tensor for name, tensor in remapped.items()}
 
 
 @dataclass
@@ -415,61 +379,3 @@ class _Matching:
     @classmethod
     def of(cls, config: Any) -> _Matching:
         return cls(config.target_modules or [], config.exclude_modules, config.modules_to_save)
-
-
-def frozen_statistics(model: nn.Module) -> Iterator[nn.Module]:
-    """The modules with running statistics that no active adapter tunes; the base's statistics must not move."""
-    tuned: set[int] = set()
-    for module in model.modules():
-        if isinstance(module, TunedModule):
-            names = {name for a in module.active_adapters if a in module.tuned for name in module.tuned[a].names}
-            for path, inner in module.base_layer.named_modules():
-                if f"{path}.running_mean".lstrip(".") in names:
-                    tuned.add(id(inner))
-        elif isinstance(module, ModulesToSaveWrapper):
-            tuned.update(id(m) for m in module.modules_to_save.modules())
-    for module in model.modules():
-        if getattr(module, "running_mean", None) is not None and id(module) not in tuned:
-            if not isinstance(module, (TunedModule, AuxiliaryTrainingWrapper)):
-                yield module
-
-
-def embedding_tensors(model: nn.Module) -> set[str]:
-    """The embeddings' tensors by their names in a file; PEFT saves them along on demand or if they were resized."""
-    found: set[str] = set()
-    for get in ("get_input_embeddings", "get_output_embeddings"):
-        embedding = getattr(model, get, lambda: None)()
-        for path, module in model.named_modules():
-            if module is embedding and module is not None:
-                path = path.removeprefix("base_model.model.")
-                # inside the wrapper of an adapter if they are tuned themselves
-                for name in module.state_dict():
-                    found.update({f"base_model.model.{path}.{name}", f"base_model.model.{path}.base_layer.{name}"})
-    return found
-
-
-def prefix_of_peft_model(names: Iterable[str]) -> str:
-    """What a `PeftModel` puts before the names of its base model's tensors; empty if these are not a `PeftModel`'s."""
-    prefix = "base_model.model."
-    return prefix if any(name.startswith(prefix) for name in names) else ""
-
-
-def live_tensors(model: nn.Module, adapter_name: str) -> dict[str, torch.Tensor]:
-    """All tensors of an adapter in a model, head included, by their names in the model."""
-    found: dict[str, torch.Tensor] = {}
-    for path, module in model.named_modules():
-        tables: Mapping[str, Any] = {}
-        if isinstance(module, BaseTunerLayer):
-            tables = {name: getattr(module, name) for name in module.adapter_layer_names}
-        elif isinstance(module, ModulesToSaveWrapper):
-            tables = {"modules_to_save": module.modules_to_save}
-        for name, table in tables.items():
-            if adapter_name not in table:
-                continue
-            entry = table[adapter_name]
-            prefix = f"{path}.{name}.{adapter_name}".replace("_fsdp_wrapped_module.", "")
-            if isinstance(entry, nn.Module):
-                found.update({f"{prefix}.{key}": value for key, value in entry.state_dict().items()})
-            else:
-                found[prefix] = entry
-    return found
