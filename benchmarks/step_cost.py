@@ -6,8 +6,9 @@
 
 A step is forward, backward, AdamW and zero_grad. For every method of ours, `plain` is the same set of parameters
 trained without this package: frozen parameters in plain PyTorch, with PEFT's own LoRA where there is LoRA. The methods
-of a size run in turns, in a new random order each round, so that a busy or throttling machine slows all alike; times
-are medians over the rounds, and ratios are medians of the ratios within a round. Peak memory is measured apart, with
+of a size run in turns, in a new random order each round, each one right before or after its plain counterpart, so that
+a busy or throttling machine slows all alike; times are medians over the rounds, and ratios are medians of the ratios
+within a round. Peak memory is measured apart, with
 one model on the device at a time.
 
 Writes `results/step_cost-<device>.json` and prints one table at the end.
@@ -228,14 +229,16 @@ def measure(setting: Setting) -> list[dict]:
             trainees[method.name, False] = Trainee(method.plain(setting.model()), setting.precision)
             _check_pair(trainees[method.name, True], trainees[method.name, False], method.name)
     times: dict[tuple[str, bool], list[float]] = {key: [] for key in trainees}
-    order = list(trainees)
+    order = list(chosen)
     for trainee in trainees.values():
         trainee.seconds(batch, 3)  # warms up
     shuffle = random.Random(0)
     for round_number in range(setting.rounds):
         shuffle.shuffle(order)
-        for key in order:
-            times[key].append(trainees[key].seconds(batch, setting.steps))
+        for method in order:
+            pair = [(method.name, True), (method.name, False)] if method.plain else [(method.name, True)]
+            for key in shuffle.sample(pair, len(pair)):
+                times[key].append(trainees[key].seconds(batch, setting.steps))
         print(f"{setting.size} {setting.precision}: round {round_number + 1} of {setting.rounds}", flush=True)
     for row, method in zip(rows, chosen, strict=True):
         mine = times[method.name, True]
@@ -293,8 +296,8 @@ def main() -> None:
     parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=["tf32", "bf16"] if cuda else ["fp32"])
     parser.add_argument("--batch", type=int, default=16 if cuda else 4, help="rows in a batch; the paper has 16")
     parser.add_argument("--length", type=int, default=128 if cuda else 64, help="tokens in a row")
-    parser.add_argument("--rounds", type=int, default=15 if cuda else 7)
-    parser.add_argument("--steps", type=int, default=8 if cuda else 1, help="steps in a row; a time is their mean")
+    parser.add_argument("--rounds", type=int, default=30 if cuda else 7)
+    parser.add_argument("--steps", type=int, default=4 if cuda else 1, help="steps in a row; a time is their mean")
     parser.add_argument("--check", action="store_true", help="a tiny model, to see that everything runs")
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results")
     options = parser.parse_args()

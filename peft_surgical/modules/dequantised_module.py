@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from peft_surgical.modules.quantised import dequantised_weight
-from peft_surgical.modules.tuned_module import FunctionalModule, TunedModule, twin
+from peft_surgical.modules.tuned_module import TunedModule
+from peft_surgical.modules.twin import FunctionalModule, twin
 
 
 class DequantisedModule(TunedModule):

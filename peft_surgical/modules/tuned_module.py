@@ -17,41 +17,8 @@ from torch import nn
 
 from peft_surgical.modules.direct import DIRECT, has_hooks
 from peft_surgical.modules.mixed_batch import forward_by_rows
-
-
-class TunedTensors(nn.Module):
-    """One adapter's copies of some tensors of a module.
-
-    Args:
-        tensors: The copies by their name in the module, e.g. `weight` or `out_proj.weight`. Parameters stay
-            parameters, other tensors become buffers.
-    """
-
-    def __init__(self, tensors: Mapping[str, torch.Tensor]):
-        nn.Module.__init__(self)
-        self.names = tuple(tensors)
-        for name, tensor in tensors.items():
-            if isinstance(tensor, nn.Parameter):
-                self.register_parameter(_key(name), tensor)
-            else:
-                self.register_buffer(_key(name), tensor)
-        # PEFT's FSDP policy shards each childless module with a trainable weight as a unit of its own, which is only
-        # gathered when called; these tensors are read by the module around and belong to the unit of the layer
-        self.in_unit_of_layer = nn.Identity()
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        # attribute access, not the dict of parameters: FSDP keeps the gathered tensor in an attribute of the instance
-        return getattr(self, _key(name))
-
-    def __contains__(self, name: str) -> bool:
-        return name in self.names
-
-
-class TunedNormTensors(TunedTensors, nn.LayerNorm):
-    """The copies of a LayerNorm's tensors; a LayerNorm by type, since Trainer exempts those from weight decay."""
-
-    def extra_repr(self) -> str:
-        return ""
+from peft_surgical.modules.tuned_tensors import TunedNormTensors, TunedTensors
+from peft_surgical.modules.twin import FunctionalModule, twin
 
 
 class TunedModule(nn.Module, BaseTunerLayer):
@@ -389,55 +356,3 @@ class TunedOwner(TunedModule):
 
     def _needs_functional_call(self) -> bool:
         return False  # it would call the layer's forward, which comes here
-
-
-def twin(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> nn.Module:
-    """A shallow copy of a module in which the named tensors are others; everything else is shared.
-
-    Args:
-        module: Any module; it is not changed.
-        tensors: Replacements by name, as in `named_parameters()`.
-
-    Example:
-
-        >>> linear = nn.Linear(2, 2)
-        >>> twin(linear, {"bias": torch.zeros(2)}).weight is linear.weight
-        True
-    """
-    copy = object.__new__(type(module))
-    copy.__dict__ = module.__dict__.copy()
-    below: dict[str, dict[str, torch.Tensor]] = {}
-    for name, tensor in tensors.items():
-        child, _, rest = name.partition(".")
-        if rest:
-            below.setdefault(child, {})[rest] = tensor
-            continue
-        table = "_buffers" if name in module._buffers else "_parameters"
-        if copy.__dict__[table] is module.__dict__[table]:
-            copy.__dict__[table] = module.__dict__[table].copy()
-        copy.__dict__[table][name] = tensor
-        if name in module.__dict__:  # FSDP1 shadows a parameter by an attribute of the instance
-            copy.__dict__[name] = tensor
-    if below:
-        copy.__dict__["_modules"] = module._modules.copy()
-        for child, replacements in below.items():
-            copy._modules[child] = twin(module.get_submodule(child), replacements)
-    return copy
-
-
-class FunctionalModule:
-    """A module that computes with other tensors where a twin will not do."""
-
-    def __init__(self, module: nn.Module, tensors: Mapping[str, torch.Tensor]):
-        self.module, self.tensors = module, dict(tensors)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return torch.func.functional_call(self.module, self.tensors, args, kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        return self.tensors[name] if name in self.tensors else getattr(self.module, name)
-
-
-def _key(name: str) -> str:
-    """A tensor's name as a key of a module, which may not contain dots."""
-    return name.replace(".", "|")
