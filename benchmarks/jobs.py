@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import os
 import time
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -14,6 +13,7 @@ from typing import Any
 import criteria
 import methods
 import models
+import records
 import tasks
 import torch
 import training
@@ -69,18 +69,22 @@ class Place:
         """How many layers the model has."""
         return transformers.AutoConfig.from_pretrained(self.model).num_hidden_layers
 
-    def run_file(self, task: str, tuning: str, rate: float, seed: int) -> Path:
-        """Where a run's result goes."""
-        return self.results / "runs" / task / f"{tuning}_{rate:g}_s{seed}.json"
+    def runs_file(self, task: str) -> Path:
+        """Where the runs of a task go, one a line."""
+        return self.results / "runs" / f"{task}.jsonl"
 
-    def ranking_file(self, task: str, seed: int) -> Path:
-        """Where the rankings of a task go."""
-        return self.results / "rankings" / f"{task}_s{seed}.json"
+    def runs(self, task: str) -> dict[tuple[str, float, int], dict[str, Any]]:
+        """The runs of a task so far, by method, learning rate and seed."""
+        return {(r["tuning"], r["rate"], r["seed"]): r for r in records.read(self.runs_file(task))}
 
     def rankings(self, task: str, seed: int) -> dict[str, dict[str, Any]]:
         """The rankings of a task so far, by score."""
-        file = self.ranking_file(task, seed)
-        return json.loads(file.read_text()) if file.exists() else {}
+        found = records.read(self.results / "rankings.jsonl")
+        return {r["score"]: r for r in found if (r["task"], r["seed"]) == (task, seed)}
+
+    def is_done(self, kind: str, task: str, seed: int) -> bool:
+        """Whether there is a result of one of the kinds `track` and `samples`."""
+        return any((r["task"], r["seed"]) == (task, seed) for r in records.read(self.results / f"{kind}.jsonl"))
 
     def rates(self) -> dict[str, float]:
         """The learning rate chosen for each family of methods."""
@@ -145,18 +149,15 @@ def train_job(place: Place, job: Job) -> None:
             "group": {"tunings": job.items, "seconds": time.perf_counter() - began},
             **surroundings(place),
         }
-        write(place.run_file(job.task, tuning, trainee.peak, job.seed), result)
+        records.append(place.runs_file(job.task), result)
 
 
 def rank_job(place: Place, job: Job) -> None:
     """Rank the layers of a task by several scores."""
-    known = place.rankings(job.task, job.seed)
     features = place.rows(job.task).train.to("cpu").features()
     model = place.load(job.task, job.seed)
     errors = []
     for score in job.items:
-        if score in known:
-            continue
         name, seed = (score, job.seed)
         if score.startswith("random"):
             name, seed = "random", job.seed * RANDOM_DRAWS + int(score.removeprefix("random"))
@@ -167,9 +168,18 @@ def rank_job(place: Place, job: Job) -> None:
         except Exception as error:  # the other scores do not depend on it
             errors.append(f"{score}: {type(error).__name__}: {error}")
             continue
-        seconds = time.perf_counter() - began
-        known[score] = {"order": ranking.order, **ranking.to_dict(), "seconds": seconds, **surroundings(place)}
-        write(place.ranking_file(job.task, job.seed), known)
+        result = {
+            "task": job.task,
+            "seed": job.seed,
+            "score": score,
+            "order": ranking.order,
+            "scores": ranking.scores,
+            "split_half_tau": ranking.split_half_tau,
+            "seconds": time.perf_counter() - began,
+            "record": {key: value for key, value in ranking.record.items() if key != "samples"},
+            **surroundings(place),
+        }
+        records.append(place.results / "rankings.jsonl", result)
     if errors:
         raise RuntimeError("; ".join(errors))
 
@@ -192,7 +202,8 @@ def track_job(place: Place, job: Job) -> None:
     epochs = training.train([trainee], data.train, batch=task.batch, epochs=task.epochs, seed=job.seed)
     for epoch, _ in enumerate(epochs, 1):
         rank(epoch)
-    write(place.results / "track" / f"{job.task}_s{job.seed}.json", {"points": points, **surroundings(place)})
+    result = {"task": job.task, "seed": job.seed, "points": points, **surroundings(place)}
+    records.append(place.results / "track.jsonl", result)
 
 
 def samples_job(place: Place, job: Job) -> None:
@@ -218,7 +229,8 @@ def samples_job(place: Place, job: Job) -> None:
         rank(fresh, "head", 100, 0)
         rank(criteria.warm_head(fresh, rows.take(index), head), "warm head", 100, 0)
         found[-2]["head"] = found[-1]["head"] = head
-    write(place.results / "samples" / f"{job.task}_s{job.seed}.json", {"rankings": found, **surroundings(place)})
+    result = {"task": job.task, "seed": job.seed, "rankings": found, **surroundings(place)}
+    records.append(place.results / "samples.jsonl", result)
 
 
 JOBS = {"train": train_job, "rank": rank_job, "track": track_job, "samples": samples_job}
@@ -228,20 +240,3 @@ def surroundings(place: Place) -> dict[str, Any]:
     """What a result was measured with."""
     device = torch.cuda.get_device_name() if place.device == "cuda" else "cpu"
     return {"device": device, "versions": {name: version(name) for name in ("torch", "transformers", "peft")}}
-
-
-def write(file: Path, content: Any) -> None:
-    """Write JSON; the file appears whole or not at all."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    part = file.with_name(f".{file.name}.{os.getpid()}")
-    part.write_text(json.dumps(_rounded(content)) + "\n")
-    part.replace(file)
-
-
-def _rounded(content: Any) -> Any:
-    """Numbers to six digits, so that files stay small."""
-    if isinstance(content, float):
-        return float(f"{content:.6g}")
-    if isinstance(content, dict):
-        return {key: _rounded(value) for key, value in content.items()}
-    return [_rounded(value) for value in content] if isinstance(content, (list, tuple)) else content

@@ -7,8 +7,9 @@ from collections.abc import Iterable, Sequence
 
 import criteria
 import methods
+import records
 import tasks
-from jobs import RANDOM_DRAWS, Job, Place, write
+from jobs import RANDOM_DRAWS, Job, Place
 
 
 RATE_TASKS = ("rte", "mrpc", "cola")
@@ -19,6 +20,9 @@ CHOOSE_ON = ("multirc", "cola", "wic", "rte", "wsc", "cb")
 CONFIRM_ON = ("sst2", "stsb", "mrpc", "wnli", "copa")
 """A criterion is chosen on the first half of the tasks and confirmed on the second. Tasks sorted by the number of
 their training rows were dealt out in turn, before any run."""
+
+RANK_WEIGHT = {"probe": 4.0, "probe_window": 6.0, "rewind": 1.5, "kernel": 1.5, "kernel_greedy": 1.5}
+"""How long some rankings take, relative to training one model."""
 
 TOKENS_IN_STEP, MOST_IN_STEP = 20_000, 5
 """How many models are trained in step: as many as fit into so many tokens, and no more than this."""
@@ -51,8 +55,10 @@ def plans(question: str, depth: int) -> list[str]:
 def train_jobs(place: Place, wanted: Iterable[tuple[str, str, float]], seed: int) -> list[Job]:
     """Jobs for the runs whose result is missing: models of one task in step, longest first."""
     missing: dict[str, list[tuple[str, float]]] = {}
-    for task, tuning, rate in dict.fromkeys(wanted):
-        if not place.run_file(task, tuning, rate, seed).exists():
+    wanted = list(dict.fromkeys(wanted))
+    done = {task: place.runs(task) for task in {task for task, _, _ in wanted}}
+    for task, tuning, rate in wanted:
+        if (tuning, rate, seed) not in done[task]:
             missing.setdefault(task, []).append((tuning, rate))
     jobs = []
     for task, runs in missing.items():
@@ -99,13 +105,13 @@ def plan_jobs(place: Place, questions: Sequence[str], chosen: Sequence[str], see
 def choose_rates(place: Place) -> None:
     """Write the learning rate of each family that is best on average over some tasks, on their held-out rows."""
     orders = {"alternate": alternate(place.depth)}
+    done = {task: place.runs(task) for task in RATE_TASKS}
     table: dict[str, dict[str, float]] = {}
     for family, tried in methods.RATES.items():
         tuning = methods.resolve(methods.REPRESENTATIVES[family], orders)
         for rate in tried:
-            files = [place.run_file(task, tuning, rate, 0) for task in RATE_TASKS]
-            if all(file.exists() for file in files):
-                results = [json.loads(file.read_text()) for file in files]
+            results = [done[task].get((tuning, rate, 0)) for task in RATE_TASKS]
+            if all(results):
                 means = [result["held_out"][result["metric"]] for result in results]
                 table.setdefault(family, {})[f"{rate:g}"] = sum(means) / len(means)
     chosen = {family: float(max(means, key=lambda rate: means[rate])) for family, means in table.items()}
@@ -114,7 +120,9 @@ def choose_rates(place: Place) -> None:
         print(f"not all learning rates of {', '.join(missing)} were tried")
     for family in set(methods.RATES) - set(chosen):
         chosen[family] = methods.RATES[family][1]
-    write(place.results / "rates.json", {"chosen": chosen, "held_out": table, "tasks": RATE_TASKS, "missing": missing})
+    records.write(
+        place.results / "rates.json", {"chosen": chosen, "held_out": table, "tasks": RATE_TASKS, "missing": missing}
+    )
     print(json.dumps(table, indent=1), chosen)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import matplotlib
 import numpy as np
 import plans
+import records
 from tables import (
     PAGE,
     RESULTS,
@@ -232,8 +233,8 @@ def tracked(results: Results) -> Any:
     colors = plt.get_cmap("viridis")(np.linspace(0, 1, results.depth))
 
     def each(axis: Any, task: str) -> None:
-        for file in sorted(results.folder.glob(f"track/{task}_s*.json"))[:1]:
-            measured = json.loads(file.read_text())["points"]
+        for record in [r for r in records.read(results.folder / "track.jsonl") if r["task"] == task][:1]:
+            measured = record["points"]
             ranks = np.array([1 + np.argsort(np.argsort(-np.array(p["scores"]))) for p in measured])
             for layer in range(results.depth):
                 axis.plot([p["epoch"] for p in measured], ranks[:, layer], color=colors[layer], label=f"layer {layer}")
@@ -262,7 +263,7 @@ PLOTS: dict[str, Callable[[Results], Any]] = {
     "samples": samples,
     "tracked": tracked,
 }
-NEEDS = {"samples": "samples/*.json", "tracked": "track/*.json"}
+NEEDS = {"samples": "samples.jsonl", "tracked": "track.jsonl"}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -1,14 +1,19 @@
 """Run the benchmarks: what is missing of a plan, several processes at a time, until the time is up.
 
     python benchmarks/run.py --model models/mpnet --data ../shared/data check     # speed, and that it is right
-    python benchmarks/run.py --model models/mpnet --data ../shared/data rates     # choose learning rates
-    python benchmarks/run.py --model models/mpnet --data ../shared/data rank      # rank the layers of all tasks
-    python benchmarks/run.py --model models/mpnet --data ../shared/data train --questions 1 6 8 --seconds 500
-    python benchmarks/run.py --model models/mpnet --data ../shared/data track     # rankings while tuning
-    python benchmarks/run.py --model models/mpnet --data ../shared/data samples   # rankings from few samples
-    python benchmarks/run.py --model models/mpnet --data ../shared/data cost      # time and memory of a step
+    python benchmarks/run.py --model models/mpnet --data ../shared/data all --seeds 0 1 2 --seconds 3000
 
-Each result is a JSON file below `--results`. What is there already is not run again.
+`all` does these in turn, and any of them may be called alone:
+
+    rates       choose a learning rate for each family of methods
+    rank        rank the layers of all tasks by all scores
+    train       train and evaluate what some --questions compare
+    track       rank the layers while the model is tuned (not in `all`)
+    samples     rank the layers from few samples (not in `all`)
+    cost        time and memory of a training step (not in `all`)
+
+Results are JSON below `--results`, runs and rankings one a line. What is there already is not run again. Several GPUs
+are used as they are found, each by an equal share of the processes.
 """
 
 from __future__ import annotations
@@ -24,8 +29,19 @@ import tasks
 import torch
 import transformers
 from jobs import Job, Place
-from plans import RATE_TASKS, all_scores, alternate, choose_rates, plan_jobs, plans, train_jobs, weight
-from scheduler import quiet, run_jobs
+from plans import (
+    COSTLY_CRITERIA,
+    RANK_WEIGHT,
+    RATE_TASKS,
+    all_scores,
+    alternate,
+    choose_rates,
+    plan_jobs,
+    plans,
+    train_jobs,
+    weight,
+)
+from scheduler import Pool, quiet
 from speed import check, cost
 
 
@@ -34,7 +50,7 @@ RESULTS = Path(__file__).parent / "results" / "evidence"
 
 def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("command", choices=("check", "rates", "rank", "train", "track", "samples", "cost"))
+    parser.add_argument("command", choices=("check", "all", "rates", "rank", "train", "track", "samples", "cost"))
     parser.add_argument("--model", required=True, help="a folder, or a name on the hub")
     parser.add_argument("--data", type=Path, required=True, help="the folder with glue/ and superglue/")
     parser.add_argument("--results", type=Path, help=f"default: {RESULTS}/MODEL")
@@ -43,7 +59,7 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--questions", nargs="+", default=["1", "6", "8", "5", "3"])
     parser.add_argument("--scores", nargs="+", help="for rank; default: all")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    parser.add_argument("--processes", type=int, nargs="+", default=[5], help="several numbers for check")
+    parser.add_argument("--processes", type=int, nargs="+", default=[4], help="in all; several numbers for check")
     parser.add_argument("--seconds", type=float, default=1e9)
     options = parser.parse_args(arguments)
     options.results = options.results or RESULTS / Path(options.model).name
@@ -51,35 +67,64 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def jobs_of(place: Place, options: argparse.Namespace) -> Iterator[Job]:
-    """The jobs of a command."""
-    if options.command == "rates":
-        orders = {"alternate": alternate(place.depth)}
-        chosen = {f: methods.resolve(plan, orders) for f, plan in methods.REPRESENTATIVES.items()}
-        wanted = [(t, chosen[f], r) for t in RATE_TASKS for f, tried in methods.RATES.items() for r in tried]
-        yield from train_jobs(place, wanted, 0)
-    elif options.command == "train":
-        yield from plan_jobs(place, options.questions, options.tasks, options.seeds)
-    elif options.command == "rank":
-        for seed in options.seeds:
-            for task in sorted(options.tasks, key=lambda task: -weight(place, task, 1)):
-                known = place.rankings(task, seed)
-                missing = tuple(s for s in options.scores or all_scores() if s not in known)
-                if missing:
-                    yield Job("rank", task, seed, missing, weight=weight(place, task, 1))
-    else:
-        for seed in options.seeds:
-            for task in sorted(options.tasks, key=lambda task: -weight(place, task, 1)):
-                if not (place.results / options.command / f"{task}_s{seed}.json").exists():
-                    yield Job(options.command, task, seed, ("full",), (place.rates()["full"],), weight(place, task, 1))
+def rate_jobs(place: Place) -> list[Job]:
+    """Every learning rate of every family of methods, on a few tasks."""
+    orders = {"alternate": alternate(place.depth)}
+    chosen = {f: methods.resolve(plan, orders) for f, plan in methods.REPRESENTATIVES.items()}
+    wanted = [(t, chosen[f], r) for t in RATE_TASKS for f, tried in methods.RATES.items() for r in tried]
+    return train_jobs(place, wanted, 0)
+
+
+def rank_jobs(place: Place, chosen: Sequence[str], scores: Sequence[str], seed: int) -> list[Job]:
+    """The rankings that are missing, longest first; costly ones are jobs of their own."""
+    jobs = []
+    for task in chosen:
+        known = place.rankings(task, seed)
+        missing = [score for score in scores if score not in known]
+        costly = [score for score in missing if score in COSTLY_CRITERIA]
+        groups = [tuple(s for s in missing if s not in costly), *((s,) for s in costly)]
+        whole = weight(place, task, 1)
+        jobs += [
+            Job("rank", task, seed, group, weight=whole * RANK_WEIGHT.get(group[0], 1)) for group in groups if group
+        ]
+    return sorted(jobs, key=lambda job: -job.weight)
+
+
+def other_jobs(place: Place, kind: str, chosen: Sequence[str], seed: int) -> list[Job]:
+    """The jobs of `track` or `samples` that are missing."""
+    missing = [task for task in chosen if not place.is_done(kind, task, seed)]
+    jobs = [Job(kind, task, seed, ("full",), (place.rates()["full"],), weight(place, task, 1)) for task in missing]
+    return sorted(jobs, key=lambda job: -job.weight)
+
+
+def phases(place: Place, options: argparse.Namespace) -> Iterator[list[Job]]:
+    """The jobs of a command; those of a list need the results of the lists before it."""
+    scores, seeds = options.scores or all_scores(), options.seeds
+    if options.command in ("rates", "all"):
+        first = rank_jobs(place, options.tasks, scores, seeds[0]) if options.command == "all" else []
+        yield rate_jobs(place) + first
+        choose_rates(place)
+    if options.command in ("train", "all"):
+        for seed, following in zip(seeds, [*seeds[1:], None], strict=True):
+            ahead = following is not None and options.command == "all"
+            yield [
+                *plan_jobs(place, options.questions, options.tasks, [seed]),
+                *(rank_jobs(place, options.tasks, scores, following) if ahead else []),
+            ]
+    for seed in seeds:
+        if options.command == "rank":
+            yield rank_jobs(place, options.tasks, scores, seed)
+        elif options.command in ("track", "samples"):
+            yield other_jobs(place, options.command, options.tasks, seed)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command line."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    began = time.monotonic()
+    until = time.monotonic()
     quiet()
     options = _arguments(arguments)
+    until += options.seconds
     device = "cuda" if torch.cuda.is_available() else "cpu"
     place = Place(options.model, options.data, options.results, options.cache, device)
     tokenizer = transformers.AutoTokenizer.from_pretrained(options.model)
@@ -95,11 +140,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         ]
         cost(place, list(dict.fromkeys(wanted)))
     else:
-        jobs = list(jobs_of(place, options))
-        print(f"{len(jobs)} jobs after {time.monotonic() - began:.0f} s", flush=True)
-        run_jobs(place, jobs, options.processes[0], options.seconds - (time.monotonic() - began))
-        if options.command == "rates":
-            choose_rates(place)
+        with Pool(place, options.processes[0], until) as pool:
+            for jobs in phases(place, options):
+                pool.do(jobs)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
-"""Jobs for several processes on one device, until they are done or the time is up."""
+"""Jobs for several processes on one or more devices, until they are done or the time is up."""
 
 from __future__ import annotations
 
 import gc
 import multiprocessing
+import os
 import time
 import traceback
 from collections.abc import Sequence
@@ -55,67 +56,90 @@ def _do(place: Place, job: Job) -> None:
         _do(place, replace(job, items=job.items[part], rates=job.rates[part]))
 
 
-def run_jobs(place: Place, jobs: Sequence[Job], processes: int, seconds: float) -> None:
-    """Do jobs in their order, several at a time, until they are done or the time is up.
-
-    A job is not begun if, judging by those done so far, it would not be done in time. What is not done when the time
-    is up is broken off and will be run again another time.
+class Pool:
+    """Processes that share one or more GPUs evenly. A context manager: what still runs at its end is broken off.
 
     Args:
         place: Where everything is.
-        jobs: The jobs.
-        processes: How many at a time; 0 does them in this process, whatever the time.
-        seconds: The time.
+        processes: How many; 0 does the jobs in this process, whatever the time.
+        until: When the time is up, by `time.monotonic`.
     """
-    if processes == 0:
-        for job in jobs:
-            _do(place, job)
-        return
-    began, queue, rates = time.monotonic(), list(jobs), []
-    context = multiprocessing.get_context("spawn")
-    workers = []
-    for _ in range(min(processes, len(queue))):
-        pipe, other = context.Pipe()
-        workers.append(Worker(context.Process(target=work, args=(place, other), daemon=True), pipe))
-        workers[-1].process.start()
-        other.close()
-    done = 0
-    while True:
-        left = seconds - (time.monotonic() - began)
-        pace = sorted(rates)[len(rates) // 2] if rates else 0.0
-        for worker in workers:
-            if worker.job is None and worker.process.is_alive():
-                worker.job = _next(queue, left / pace if pace else float("inf"))
-                if worker.job is not None:
-                    worker.began = time.monotonic()
-                    worker.pipe.send(worker.job)
-        busy = [worker for worker in workers if worker.job is not None]
-        if not busy or left <= 0:
-            break
-        for pipe in wait([worker.pipe for worker in busy], timeout=max(0.0, left)):
-            worker = next(w for w in busy if w.pipe is pipe)
-            took = time.monotonic() - worker.began
-            try:
-                error = worker.pipe.recv()
-            except EOFError:
-                error = "the process ended"
-                worker.process.join()
-            print(f"{time.monotonic() - began:6.0f} s  {took:6.1f} s  {worker.job} {error}", flush=True)
-            if not error:
-                done += 1
-                rates.append(took / worker.job.weight)
-            worker.job = None
-    for worker in workers:
-        if worker.job is not None:
-            worker.process.terminate()
-        elif worker.process.is_alive():
-            worker.pipe.send(None)
-    for worker in workers:
-        worker.process.join()
-    print(f"{done} jobs done, {len(queue) + sum(w.job is not None for w in workers)} left", flush=True)
+
+    def __init__(self, place: Place, processes: int, until: float = float("inf")):
+        self.place, self.processes, self.until = place, processes, until
+        self.workers: list[Worker] = []
+        self.paces: list[float] = []
+
+    def __enter__(self) -> Pool:
+        context = multiprocessing.get_context("spawn")
+        gpus = torch.cuda.device_count() if self.place.device == "cuda" else 0
+        shown = os.environ.get("CUDA_VISIBLE_DEVICES")
+        ids = shown.split(",") if shown else [str(number) for number in range(gpus)]
+        for number in range(self.processes):
+            if gpus:
+                os.environ["CUDA_VISIBLE_DEVICES"] = ids[number % gpus]
+            pipe, other = context.Pipe()
+            process = context.Process(target=work, args=(self.place, other), daemon=True)
+            process.start()
+            other.close()
+            self.workers.append(Worker(process, pipe))
+        if shown is None:
+            os.environ.pop("CUDA_VISIBLE_DEVICES", None)
+        else:
+            os.environ["CUDA_VISIBLE_DEVICES"] = shown
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for worker in self.workers:
+            if worker.job is not None:
+                worker.process.terminate()
+            elif worker.process.is_alive():
+                worker.pipe.send(None)
+        for worker in self.workers:
+            worker.process.join()
+
+    def do(self, jobs: Sequence[Job]) -> None:
+        """Do jobs in their order until they are done or the time is up.
+
+        A job is not begun if, judging by those done so far, it would not be done in time.
+
+        Args:
+            jobs: The jobs.
+        """
+        if not self.processes:
+            for job in jobs:
+                _do(self.place, job)
+            return
+        began, queue, done = time.monotonic(), list(jobs), 0
+        while True:
+            left = self.until - time.monotonic()
+            pace = sorted(self.paces)[len(self.paces) // 2] if self.paces else 0.0
+            for worker in self.workers:
+                if worker.job is None and worker.process.is_alive():
+                    worker.job = next_job(queue, left / pace if pace else float("inf"))
+                    if worker.job is not None:
+                        worker.began = time.monotonic()
+                        worker.pipe.send(worker.job)
+            busy = [worker for worker in self.workers if worker.job is not None]
+            if not busy or left <= 0:
+                break
+            for pipe in wait([worker.pipe for worker in busy], timeout=min(left, 3600.0)):
+                worker = next(w for w in busy if w.pipe is pipe)
+                took = time.monotonic() - worker.began
+                try:
+                    error = worker.pipe.recv()
+                except EOFError:
+                    error = "the process ended"
+                    worker.process.join()
+                print(f"{time.monotonic() - began:6.0f} s  {took:6.1f} s  {worker.job} {error}", flush=True)
+                if not error:
+                    done += 1
+                    self.paces.append(took / worker.job.weight)
+                worker.job = None
+        print(f"{done} of {len(jobs)} jobs done after {time.monotonic() - began:.0f} s", flush=True)
 
 
-def _next(queue: list[Job], most: float) -> Job | None:
+def next_job(queue: list[Job], most: float) -> Job | None:
     """Take the first job of a queue that is short enough."""
     for number, job in enumerate(queue):
         if job.weight <= most:

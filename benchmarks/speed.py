@@ -9,33 +9,40 @@ import time
 from collections.abc import Sequence
 
 import methods
+import records
 import tasks
 import torch
 import training
-from jobs import Place, surroundings, write
+from jobs import Place, surroundings
 from scheduler import quiet
 from training import Trainee
 
 
 def check(place: Place, processes: Sequence[int]) -> None:
-    """Compare training by CUDA graphs with plain steps, and count steps for several numbers of processes."""
+    """Compare training by CUDA graphs with plain steps; count steps for several numbers of models and processes."""
+    began = time.perf_counter()
     print(surroundings(place), flush=True)
-    graphs_too = (False, True) if place.device == "cuda" else (False,)
-    losses = [_losses(place, graphs) for graphs in graphs_too]
+    ways = (False, True) if place.device == "cuda" else (False,)
+    losses = [_losses(place, graphs) for graphs in ways]
     print("losses by plain steps, and by CUDA graphs:", losses, flush=True)
     apart = max(abs(a / b - 1) for x, y in zip(losses[0], losses[-1], strict=True) for a, b in zip(x, y, strict=True))
     print(f"{'they agree' if apart < 0.02 else 'THEY DIFFER'}: {apart:.2%} apart at most", flush=True)
+    tried = [(ways[-1], count) for count in (1, 3, 5, 8)]
     for task in ("cola", "rte"):
-        for graphs, count in ((False, 1), (True, 1), (True, 3), (True, 5)):
-            if graphs in graphs_too:
-                way = "graphs" if graphs else "plain"
-                print(f"{task}, {way}, {count} models:", _speed(place, task, count, graphs), flush=True)
+        for graphs, count in [(False, 1), *tried] if len(ways) > 1 else tried[:1]:
+            found = _speed(place, task, count, graphs)
+            way = "graphs" if graphs else "plain"
+            print(f"{time.perf_counter() - began:4.0f} s  {task}, {way}, {count} models: {found}", flush=True)
     with multiprocessing.get_context("spawn").Pool(max(processes)) as pool:
-        for count in (max(processes), *processes):  # the first time warms up
-            for task, together in (("cola", 5), ("rte", 3)):
-                found = pool.starmap(_speed, [(place, task, together, len(graphs_too) > 1)] * count, chunksize=1)
+        for count in processes:
+            for task, together in (("cola", 5), ("rte", 5)):
+                found = pool.starmap(_speed, [(place, task, together, ways[-1], 7)] * count, chunksize=1)
                 rate = sum(f["steps_per_second"] for f in found)
-                print(f"{task}, {count} processes of {together} models: {rate:.0f} steps/s", flush=True)
+                print(
+                    f"{time.perf_counter() - began:4.0f} s  {task}, {count} processes of {together} models: "
+                    f"{rate:.0f} steps/s, {found[0]}",
+                    flush=True,
+                )
 
 
 def _losses(place: Place, graphs: bool) -> list[list[float]]:
@@ -45,29 +52,33 @@ def _losses(place: Place, graphs: bool) -> list[list[float]]:
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
     trainees = [Trainee(methods.adapt(copy.deepcopy(model), name), 5e-5) for name in ("full", "layers-3.5")]
-    rows = data.train.take(torch.arange(min(640, len(data.train)), device=place.device))
+    rows = data.train.take(torch.arange(min(320, len(data.train)), device=place.device))
     found = []
     for _ in training.train(trainees, rows, batch=32, epochs=3, seed=0, graphs=graphs):
         found.append([round(float(trainee.loss_sum), 4) for trainee in trainees])
     return found
 
 
-def _speed(place: Place, task: str, count: int, graphs: bool) -> dict[str, float]:
+def _speed(place: Place, task: str, count: int, graphs: bool, epochs: int = 4) -> dict[str, float]:
     """How fast models are trained in step."""
     quiet()
     made, rows = tasks.TASKS[task], place.rows(task).train
-    rows = rows.take(torch.arange(min(2048, len(rows)), device=place.device))
+    rows = rows.take(torch.arange(min(1024, len(rows)), device=place.device))
     base = place.load(task, 0)
     first = place.depth // 4
     tuning = methods.layers_name(range(first, first + max(1, place.depth * 5 // 12)))
     trainees = [Trainee(methods.adapt(copy.deepcopy(base), tuning), 5e-5) for _ in range(count)]
     times, done = [time.perf_counter()], 0
-    epochs = 5 if graphs else 2
     for steps in training.train(trainees, rows, batch=made.batch, epochs=epochs, seed=0, graphs=graphs):
         done = steps
         _wait()
         times.append(time.perf_counter())
-    memory = torch.cuda.max_memory_allocated() / 2**30 if place.device == "cuda" else 0.0
+    memory = torch.cuda.max_memory_reserved() / 2**30 if place.device == "cuda" else 0.0
+    del trainees
+    gc.collect()
+    if place.device == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
     return {
         "steps_per_second": round((epochs - 1) * count * done / (times[-1] - times[1]), 1),
         "first_epoch_s": round(times[1] - times[0], 2),
@@ -107,4 +118,6 @@ def cost(place: Place, tunings: Sequence[str], length: int = 128, batch: int = 3
         print(tuning, found[tuning], flush=True)
         del trainee, base
         gc.collect()
-    write(place.results / "cost.json", {"length": length, "batch": batch, "methods": found, **surroundings(place)})
+    records.write(
+        place.results / "cost.json", {"length": length, "batch": batch, "methods": found, **surroundings(place)}
+    )

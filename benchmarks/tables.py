@@ -20,6 +20,7 @@ import methods
 import numpy as np
 import pandas as pd
 import plans
+import records
 import tasks
 from jobs import RANDOM_DRAWS
 from scipy.stats import kendalltau, t
@@ -41,17 +42,16 @@ class Results:
         self.folder = folder
         chosen = json.loads((folder / "rates.json").read_text())
         self.rates, self.held_out_by_rate = chosen["chosen"], chosen["held_out"]
-        rows = [json.loads(file.read_text()) for file in sorted(folder.glob("runs/*/*.json"))]
+        rows = [run for file in sorted(folder.glob("runs/*.jsonl")) for run in records.read(file)]
         self.runs = {
             (r["task"], r["tuning"], r["seed"]): r
             for r in rows
             if r["rate"] == self.rates[methods.family(r["tuning"])]
         }
         self.seeds = sorted({seed for _, _, seed in self.runs})
-        self.rankings = {
-            (file.stem.rpartition("_s")[0], int(file.stem.rpartition("_s")[2])): json.loads(file.read_text())
-            for file in sorted(folder.glob("rankings/*.json"))
-        }
+        self.rankings: dict[tuple[str, int], dict[str, dict]] = {}
+        for ranking in records.read(folder / "rankings.jsonl"):
+            self.rankings.setdefault((ranking["task"], ranking["seed"]), {})[ranking["score"]] = ranking
         self.depth = max((len(r["order"]) for ranked in self.rankings.values() for r in ranked.values()), default=12)
         self.k = max(1, self.depth * 5 // 12)
         self.tasks = [task for task in tasks.TASKS if any(key[0] == task for key in self.runs)]
@@ -341,8 +341,8 @@ def samples(results: Results) -> str:
 def samples_frame(results: Results) -> pd.DataFrame:
     """Each ranking from few samples, compared with that from the most."""
     rows = []
-    for file in sorted(results.folder.glob("samples/*.json")):
-        found = json.loads(file.read_text())["rankings"]
+    for record in records.read(results.folder / "samples.jsonl"):
+        found = record["rankings"]
         for kind in ("given", "sampled", "exact"):
             some = [r for r in found if r["kind"] == kind]
             if not some:
@@ -351,21 +351,21 @@ def samples_frame(results: Results) -> pd.DataFrame:
             for ranking in some:
                 if ranking is not most:
                     tau, overlap = agreement(ranking["scores"], most["scores"], results.k)
-                    rows.append([file.stem.rpartition("_s")[0], kind, ranking["n"], tau, overlap, most["n"]])
+                    rows.append([record["task"], kind, ranking["n"], tau, overlap, most["n"]])
     return pd.DataFrame(rows, columns=["task", "kind", "n", "tau", "overlap", "reference"])
 
 
 def heads(results: Results) -> str:
     """How far the ranking depends on the random head: agreement between pairs of five heads, 100 samples."""
     rows = []
-    for file in sorted(results.folder.glob("samples/*.json")):
-        found = json.loads(file.read_text())["rankings"]
+    for record in records.read(results.folder / "samples.jsonl"):
+        found = record["rankings"]
         cells = []
         for kind in ("head", "warm head"):
             scores = [r["scores"] for r in found if r["kind"] == kind]
             pairs = [agreement(a, b, results.k) for a, b in itertools.combinations(scores, 2)]
             cells += [number(float(np.mean([p[i] for p in pairs]))) for i in (0, 1)]
-        rows.append([file.stem.rpartition("_s")[0], *cells])
+        rows.append([record["task"], *cells])
     header = ["task", "random heads: tau", f"overlap of {results.k}", "trained heads: tau", f"overlap of {results.k}"]
     return table(header, rows) if rows else ""
 
@@ -379,14 +379,14 @@ def agreement(a: Sequence[float], b: Sequence[float], k: int) -> tuple[float, in
 def tracked(results: Results) -> str:
     """Figures 2 to 5 of Lodha et al.: the ranking while the model is tuned, against the one before."""
     rows = []
-    for file in sorted(results.folder.glob("track/*.json")):
-        measured = json.loads(file.read_text())["points"]
+    for record in records.read(results.folder / "track.jsonl"):
+        measured = record["points"]
         first, epochs = measured[0]["scores"], [str(p["epoch"]) for p in measured]
         ranks = [np.argsort(np.argsort(-np.array(p["scores"]))) for p in measured]
         taus = [agreement(first, p["scores"], results.k) for p in measured[1:]]
         moved = [float(np.abs(r - ranks[0]).mean()) for r in ranks[1:]]
         cells = [f"{tau:.2f}, {overlap}, {m:.1f}" for (tau, overlap), m in zip(taus, moved, strict=True)]
-        rows.append([file.stem.rpartition("_s")[0], " ".join(epochs), *cells])
+        rows.append([record["task"], " ".join(epochs), *cells])
     header = ["task", "epochs", *(f"{n}: tau, overlap, ranks moved" for n in ("2nd", "3rd", "4th", "5th"))]
     return table(header, rows) if rows else ""
 

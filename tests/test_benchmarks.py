@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -24,8 +23,9 @@ from peft_surgical.ranking.rank import rank_layers
 
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
-criteria, jobs, methods, models, plans, plots, run, scheduler, tables, tasks, training = (
-    __import__(name) for name in "criteria jobs methods models plans plots run scheduler tables tasks training".split()
+criteria, jobs, methods, models, plans, plots, records, run, scheduler, tables, tasks, training = (
+    __import__(name)
+    for name in "criteria jobs methods models plans plots records run scheduler tables tasks training".split()
 )
 
 WORDS = [f"w{i}" for i in range(90)]
@@ -381,16 +381,18 @@ def test_the_whole_runs_once_and_is_not_repeated(place, monkeypatch):
     call(place, "track", "--tasks", "copa")
     call(place, "samples", "--tasks", "copa")
     results = place / "results"
-    before = {file: file.stat().st_mtime_ns for file in results.rglob("*.json")}
-    assert len(list((results / "runs/copa").glob("*.json"))) == 4
+    before = {file: file.stat().st_mtime_ns for file in results.rglob("*.json*")}
+    runs = {r["tuning"]: r for r in records.read(results / "runs/copa.jsonl")}
+    assert len(runs) == 4
     for command in ("rates", "rank", "train"):
         call(place, command, "--scores", "fisher", "random0", "published_code", "--questions", "1")
     for command in ("track", "samples"):
         call(place, command, "--tasks", "copa")
-    after = {file: file.stat().st_mtime_ns for file in results.rglob("*.json")}
+    after = {file: file.stat().st_mtime_ns for file in results.rglob("*.json*")}
     assert {f for f in after if after[f] != before.get(f)} <= {results / "rates.json"}
-    ranked = json.loads((results / "rankings/copa_s0.json").read_text())["fisher"]["order"]
-    made = json.loads((results / "runs/copa" / f"{methods.layers_name(ranked[:2])}_5e-05_s0.json").read_text())
+    rankings = {(r["task"], r["score"]): r["order"] for r in records.read(results / "rankings.jsonl")}
+    ranked = rankings["copa", "fisher"]
+    made = runs[methods.layers_name(ranked[:2])]
     assert made["metric"] == "accuracy"
     assert made["validation"]["accuracy"] in [i / 20 for i in range(21)]
 
@@ -408,9 +410,9 @@ def test_the_whole_runs_once_and_is_not_repeated(place, monkeypatch):
 
 def test_jobs_are_begun_in_order_as_long_as_they_end_in_time():
     queue = [jobs.Job("train", "rte", 0, weight=w) for w in (5.0, 1.0, 2.0)]
-    assert scheduler._next(queue, 3.0).weight == 1.0
-    assert scheduler._next(queue, 9.0).weight == 5.0
-    assert scheduler._next(queue, 1.0) is None
+    assert scheduler.next_job(queue, 3.0).weight == 1.0
+    assert scheduler.next_job(queue, 9.0).weight == 5.0
+    assert scheduler.next_job(queue, 1.0) is None
     assert len(queue) == 1
 
 
