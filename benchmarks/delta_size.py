@@ -1,0 +1,327 @@
+"""What a task costs on disk and what that does to its quality: every encoding of a delta, beside PEFT's LoRA.
+
+    python benchmarks/delta_size.py models/minilm ../shared/data --seeds 0 1 2       # see models.py for the model
+    python benchmarks/delta_size.py --show benchmarks/results/delta_size-NVIDIA-H100-80GB-HBM3.json
+
+For each task and seed a surgical adapter of the best layers by Fisher and LoRA adapters are trained in step. Each is
+saved, with every encoding, loaded onto a fresh base and measured on the validation rows in float32. Times are those of
+one adapter of each kind, medians of several rounds, measured alone.
+
+Writes `results/delta_size-<device>.json` after each task and seed, and prints the table at the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import itertools
+import json
+import math
+import os
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import models
+import tasks
+import torch
+import training
+import transformers
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import nn
+
+from peft_surgical import SurgicalConfig, rank_layers, resolve_layers
+from peft_surgical.deltas.distillation import distil_scales
+from peft_surgical.stratified.attention_names import attention_names
+
+
+TASKS = ("rte", "cola", "mrpc", "sst2")
+ENCODINGS = ("values", "lossless", "bf16", "int8", "int4", "sign", "sign, distilled")
+WANTED = {"int8": 0.2, "int4": 0.5, "sign, distilled": 1.0}
+"""How many points an encoding may cost."""
+RANKS = (8, 64)
+RATES = {"surgical": 2e-4, "lora": 1e-3}
+DISTIL_ROWS, DISTIL_BATCH = 256, 32
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is the same for all tasks and seeds.
+
+    Args:
+        model: The pretrained model: a folder, or a name on the hub.
+        data: The folder with the tasks.
+        cache: Where tokenised tasks are kept.
+        device: What it runs on.
+        top_k: How many layers a surgical adapter tunes.
+        rows: The most rows of a split, if not as many as the task has.
+        epochs: The most epochs, if not as many as the task has.
+        rounds: How often a time is taken.
+    """
+
+    model: str
+    data: Path
+    cache: Path
+    device: str
+    top_k: int
+    rows: int | None
+    epochs: int | None
+    rounds: int
+
+    def task(self, name: str) -> tasks.Task:
+        """A task, perhaps shorter."""
+        task = tasks.TASKS[name]
+        return replace(task, epochs=min(task.epochs, self.epochs or task.epochs))
+
+    def splits(self, name: str) -> tasks.TaskData:
+        """The rows of a task on the device, perhaps a part of them, drawn evenly."""
+        tokenizer = transformers.AutoTokenizer.from_pretrained(self.model)
+        found = tasks.load_cached(name, tokenizer, self.data, self.cache)
+        return tasks.TaskData(*(self._some(part) for part in (found.train, found.held_out, found.validation)))
+
+    def base(self, name: str, seed: int) -> nn.Module:
+        """The pretrained model with a fresh head."""
+        return models.load(self.model, tasks.TASKS[name].outputs, seed=seed, device=self.device)
+
+    def _some(self, rows: tasks.Rows) -> tasks.Rows:
+        step = max(1, math.ceil(len(rows) / (self.rows or len(rows))))
+        return rows.take(torch.arange(len(rows))[::step]).to(self.device)
+
+
+# ---- training
+
+
+def adapters(base: nn.Module, layers: Sequence[int], seed: int) -> Iterator[tuple[str, nn.Module, float]]:
+    """The adapters that are compared: name, model and learning rate."""
+    torch.manual_seed(seed)
+    config = SurgicalConfig(task_type="SEQ_CLS", layers=list(layers))
+    yield "surgical", get_peft_model(copy.deepcopy(base), config), RATES["surgical"]
+    for rank in RANKS:
+        targets = attention_names(base, resolve_layers(base, "all"), "II")
+        options = {"r": rank, "lora_alpha": 2 * rank, "target_modules": targets, "task_type": "SEQ_CLS"}
+        yield f"LoRA r={rank}", get_peft_model(copy.deepcopy(base), LoraConfig(**options)), RATES["lora"]
+
+
+def train(setting: Setting, name: str, seed: int) -> tuple[nn.Module, dict[str, nn.Module], list[int]]:
+    """Train all adapters of a task; gives the base, the models by name, and the surgical adapter's layers."""
+    data, base = setting.splits(name), setting.base(name, seed)
+    layers = rank_layers(base, data.train.to("cpu").features(), seed=seed, progress=False).top(setting.top_k)
+    made = list(adapters(base, layers, seed))
+    trainees = [training.Trainee(model, rate) for _, model, rate in made]
+    training.fit(trainees, setting.task(name), data.train, data.held_out, seed=seed)
+    return base, {label: model for label, model, _ in made}, sorted(layers)
+
+
+# ---- saving, loading, measuring
+
+
+def save(model: nn.Module, encoding: str, folder: Path, batches: Sequence[dict[str, torch.Tensor]]) -> None:
+    """Write the adapter of a model with an encoding; `sign, distilled` changes the model."""
+    if encoding == "sign, distilled":
+        distil_scales(model, batches)  # sets the encoding
+    elif encoding != "values":
+        model.peft_config["default"].encoding = encoding
+    model.save_pretrained(folder)
+
+
+def load(base: nn.Module, folder: Path) -> nn.Module:
+    """An adapter on a base."""
+    return PeftModel.from_pretrained(base, folder).eval()
+
+
+def forms(trained: dict[str, nn.Module]) -> Iterator[tuple[str, str, nn.Module]]:
+    """All that is written: the name in the table, the encoding, and the model. Distilling comes last."""
+    for encoding in ENCODINGS:
+        yield f"surgical, {encoding}", encoding, trained["surgical"]
+    for label, model in trained.items():
+        if label != "surgical":
+            yield label, "values", model
+
+
+def distil_batches(rows: tasks.Rows) -> list[dict[str, torch.Tensor]]:
+    """A few batches of training rows, for the step sizes of signs."""
+    index = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))[:DISTIL_ROWS]
+    index = index.to(rows.labels.device)
+    return [training.cut(rows, part, int(rows.lengths[part].max())) for part in index.split(DISTIL_BATCH)]
+
+
+@torch.no_grad()
+def predict(model: nn.Module, rows: tasks.Rows, batch: int = 128) -> torch.Tensor:
+    """The logits of a model in float32, (rows, outputs)."""
+    order = rows.lengths.argsort(descending=True)
+    parts = [
+        model(**training.cut(rows, index, int(rows.lengths[index[0]]))).logits.float() for index in order.split(batch)
+    ]
+    logits = torch.cat(parts)
+    return torch.empty_like(logits).index_copy_(0, order, logits)
+
+
+def quiet() -> None:
+    """Keep libraries from printing."""
+    transformers.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    warnings.simplefilter("ignore", FutureWarning)  # of libraries to one another
+
+
+def measure(setting: Setting, name: str, seed: int) -> list[dict[str, Any]]:
+    """Train, write, load and measure one task with one seed: a row for each form."""
+    quiet()
+    torch.set_num_threads(1)
+    base, trained, layers = train(setting, name, seed)
+    task, data = setting.task(name), setting.splits(name)
+    batches = distil_batches(data.train)
+    found = []
+    with tempfile.TemporaryDirectory() as folder:
+        for label, encoding, model in forms(trained):
+            path = Path(folder) / label
+            save(model, encoding, path, batches)
+            logits = predict(load(copy.deepcopy(base), path), data.validation)
+            row = {"task": name, "seed": seed, "form": label, "metric": task.metric, "layers": layers}
+            row["points"] = 100 * tasks.score(task, logits, data.validation)[task.metric]
+            row["bytes"] = (path / "adapter_model.safetensors").stat().st_size
+            found.append(row)
+    return found
+
+
+def times(setting: Setting, name: str) -> list[dict[str, Any]]:
+    """Seconds to write and to load each form of a task's adapters, after a short training."""
+    short = replace(setting, rows=256, epochs=1)
+    base, trained, _ = train(short, name, 0)
+    batches = distil_batches(short.splits(name).train)
+    found = []
+    with tempfile.TemporaryDirectory() as folder:
+        for label, encoding, model in forms(trained):
+            path = Path(folder) / label
+            rounds = 1 if encoding == "sign, distilled" else setting.rounds
+            saving = [_seconds(lambda: save(model, encoding, path, batches)) for _ in range(rounds)]  # noqa: B023
+            fresh = [copy.deepcopy(base) for _ in range(setting.rounds)]
+            loading = [_seconds(lambda: load(empty, path)) for empty in fresh]  # noqa: B023
+            found.append({"form": label, "write": statistics.median(saving), "load": statistics.median(loading)})
+    return found
+
+
+def _seconds(do: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    do()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter() - started
+
+
+# ---- the program
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", nargs="?", help="a folder, or a name on the hub")
+    parser.add_argument("data", nargs="?", type=Path, help="the folder with glue/")
+    parser.add_argument("--tasks", nargs="+", default=TASKS, choices=tasks.TASKS)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--top-k", type=int, default=2, help="layers of the surgical adapter")
+    parser.add_argument("--rows", type=int, help="the most rows of a split")
+    parser.add_argument("--epochs", type=int, help="the most epochs of a task")
+    parser.add_argument("--rounds", type=int, default=5, help="how often a time is taken")
+    parser.add_argument("--processes", type=int, default=1, help="tasks and seeds at a time")
+    parser.add_argument("--seconds", type=float, default=1e9, help="what is not done by then is left out")
+    parser.add_argument("--cache", type=Path, default=Path(tempfile.gettempdir()) / "peft_surgical_tasks")
+    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--show", type=Path, help="print the table of a result instead")
+    options = parser.parse_args()
+    if options.show:
+        print(table(json.loads(options.show.read_text())))
+        return
+    if options.model is None or options.data is None:
+        parser.error("name the model and the data")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    quiet()
+    began = time.monotonic()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    cache = options.cache / Path(options.model).name
+    limits = (options.top_k, options.rows, options.epochs, options.rounds)
+    setting = Setting(options.model, options.data, cache, device, *limits)
+    depth = transformers.AutoConfig.from_pretrained(options.model).num_hidden_layers
+    record = {
+        "model": Path(options.model).name,
+        "layers": f"{options.top_k} of {depth}",
+        "rows_at_most": options.rows,
+        "epochs_at_most": options.epochs,
+        "rates": RATES,
+        "device": torch.cuda.get_device_name() if device == "cuda" else "CPU",
+        "versions": {name: version(name) for name in ("torch", "transformers", "peft")},
+    }
+    options.output.mkdir(parents=True, exist_ok=True)
+    file = options.output / f"delta_size-{record['device'].replace(' ', '-')}.json"
+    steps = {name: len(setting.splits(name).train) * setting.task(name).epochs for name in options.tasks}
+    record["times"] = times(setting, options.tasks[0])
+    print(f"{time.monotonic() - began:5.0f} s  times of {options.tasks[0]}", flush=True)
+    rows: list[dict[str, Any]] = []
+    pool = ProcessPoolExecutor(options.processes, mp_context=get_context("spawn"))
+    longest_first = sorted(options.tasks, key=steps.__getitem__, reverse=True)
+    work = {
+        pool.submit(measure, setting, name, seed): (name, seed)
+        for seed, name in itertools.product(options.seeds, longest_first)
+    }
+    try:
+        for done in as_completed(work, timeout=max(1.0, options.seconds - (time.monotonic() - began))):
+            rows += done.result()
+            ordered = sorted(rows, key=lambda row: (row["task"], row["seed"]))
+            file.write_text(json.dumps({**record, "rows": ordered}, indent=1) + "\n")
+            print(f"{time.monotonic() - began:5.0f} s  {work[done]}", flush=True)
+    except TimeoutError:
+        print(f"{time.monotonic() - began:5.0f} s  time is up: {sum(not w.done() for w in work)} left out", flush=True)
+        for process in list(pool._processes.values()):
+            process.terminate()
+    pool.shutdown(wait=True, cancel_futures=True)
+    print(f"\n{table(json.loads(file.read_text()))}\n\nwritten to {os.path.relpath(file)}")
+
+
+def table(record: dict[str, Any]) -> str:
+    """The results as a table in Markdown."""
+    rows = record["rows"]
+    names = [name for name in TASKS if any(row["task"] == name for row in rows)]
+    names += sorted({row["task"] for row in rows} - set(names))
+    metric = {row["task"]: row["metric"] for row in rows}
+    seeds = {name: len({row["seed"] for row in rows if row["task"] == name}) for name in names}
+    plain = sum(_mean(rows, "surgical, values", name, "bytes") for name in names) / len(names)
+    shorter = "".join(
+        f", at most {record[key]} {what}"
+        for key, what in (("rows_at_most", "rows of a split"), ("epochs_at_most", "epochs"))
+        if record[key]
+    )
+    lines = [
+        f"{record['model']}, surgical: the best {record['layers']} layers by Fisher{shorter}; on {record['device']}. "
+        f"Means over seeds ({', '.join(f'{name} {seeds[name]}' for name in names)}) of points on the validation rows; "
+        "behind them, the change from `values`.",
+        "",
+        "| | MB | of `values` | write s | load s | "
+        + " | ".join(f"{name}, {metric[name]}" for name in names)
+        + " | mean change |",
+        "|---|" + "---:|" * (5 + len(names)),
+    ]
+    for took in record["times"]:
+        form = took["form"]
+        size = sum(_mean(rows, form, name, "bytes") for name in names) / len(names)
+        points = [_mean(rows, form, name, "points") for name in names]
+        changes = [p - _mean(rows, "surgical, values", n, "points") for p, n in zip(points, names, strict=True)]
+        is_encoded = form.startswith("surgical") and form != "surgical, values"
+        cells = [f"{p:.1f}" + (f" ({c:+.2f})" if is_encoded else "") for p, c in zip(points, changes, strict=True)]
+        mean = f"{statistics.mean(changes):+.2f}" if is_encoded else ""
+        numbers = [f"{size / 1e6:.2f}", f"{size / plain:.3f}", f"{took['write']:.2f}", f"{took['load']:.3f}"]
+        lines.append(f"| {' | '.join([form, *numbers, *cells, mean])} |")
+    return "\n".join(lines)
+
+
+def _mean(rows: list[dict[str, Any]], form: str, task: str, what: str) -> float:
+    return statistics.mean(row[what] for row in rows if row["form"] == form and row["task"] == task)
+
+
+if __name__ == "__main__":
+    main()
