@@ -6,35 +6,35 @@ Python takes for it is not hidden. For the modules that most weights are in, thi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules import module as for_all_modules
 from transformers.pytorch_utils import Conv1D
 
 
-def _linear(module: Any, x: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    return F.linear(x, tensors["weight"], tensors["bias"])
+def _linear(module: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return F.linear(x, weight, bias)
 
 
-def _layer_norm(module: Any, x: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    return F.layer_norm(x, module.normalized_shape, tensors["weight"], tensors["bias"], module.eps)
+def _layer_norm(module: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return F.layer_norm(x, module.normalized_shape, weight, bias, module.eps)
 
 
-def _conv1d(module: Any, x: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    out = torch.addmm(tensors["bias"], x.view(-1, x.size(-1)), tensors["weight"])
+def _conv1d(module: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    out = torch.addmm(bias, x.view(-1, x.size(-1)), weight)
     return out.view(*x.shape[:-1], module.nf)
 
 
-DIRECT: dict[type[nn.Module], Callable[[Any, torch.Tensor, Mapping[str, torch.Tensor]], torch.Tensor]] = {
+DIRECT: dict[type[nn.Module], Callable[..., Tensor]] = {
     nn.Linear: _linear,
     nn.LayerNorm: _layer_norm,
     Conv1D: _conv1d,
 }
-"""How these modules compute with given parameters. Subclasses may do otherwise, so they are not meant."""
+"""How these modules compute with a given weight and bias. Subclasses may do otherwise, so they are not meant."""
 
 
 def has_hooks(module: nn.Module) -> bool:

@@ -143,22 +143,26 @@ class TunedModule(nn.Module, BaseTunerLayer):
         """
         base: Any = self._modules.get("base_layer")
         compute = DIRECT.get(type(base))
-        if compute is None or self._disable_adapters or self.merged_adapters or has_hooks(base):
+        active = self._active_adapter
+        if compute is None or self._disable_adapters or self.merged_adapters or len(active) != 1 or has_hooks(base):
             return None
-        entries: Any = self._modules[self.adapter_layer_names[0]]
-        active = [entries._modules[name] for name in self._active_adapter if name in entries._modules]
+        copies: Any = self._modules[self.adapter_layer_names[0]]._modules.get(active[0])  # type: ignore[union-attr]
         own = base._parameters
-        if len(active) != 1 or own.get("weight") is None:
+        if copies is None or own["weight"] is None:
             return None
-        tensors = own.copy()
-        for name, tensor in active[0]._parameters.items():
-            dtype = (own["weight"] if own[name] is None else own[name]).dtype
-            if tensor.dtype is not dtype:
-                if not torch.is_grad_enabled():
-                    return None  # the other path keeps the cast copy
-                tensor = tensor.to(dtype)
-            tensors[name] = tensor
-        return compute(base, x, tensors)
+        tensors = []
+        for name in ("weight", "bias"):
+            tensor = copies._parameters.get(name)
+            if tensor is None:
+                tensor = own[name]
+            else:
+                dtype = (own["weight"] if own[name] is None else own[name]).dtype
+                if tensor.dtype is not dtype:
+                    if not torch.is_grad_enabled():
+                        return None  # the other path keeps the cast copy
+                    tensor = tensor.to(dtype)
+            tensors.append(tensor)
+        return compute(base, x, *tensors)
 
     def module_in_use(self) -> Any:
         """What computes at present: the active adapters' twin, or the base."""

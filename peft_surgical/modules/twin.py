@@ -32,7 +32,7 @@ def twin(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> nn.Module:
             continue
         table = "_buffers" if name in module._buffers else "_parameters"
         if copy.__dict__[table] is module.__dict__[table]:
-            copy.__dict__[table] = module.__dict__[table].copy()
+            copy.__dict__[table] = dict(module.__dict__[table])  # ZeRO-3's table cannot copy itself
         copy.__dict__[table][name] = tensor
         if name in module.__dict__:  # FSDP1 shadows a parameter by an attribute of the instance
             copy.__dict__[name] = tensor

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -65,7 +66,7 @@ class BackwardStart:
     def _is_idle(self, model: nn.Module) -> bool:
         """Whether there is nothing to put or remove; so it is in nearly all steps, which should not pay for more."""
         if self._modules is None:
-            self._modules = list(model.modules())
+            self._modules = [*_checkpointable(model), *_input_embeddings(model)]
         return not (self._hooks or self._paused) and not any(
             module._forward_hooks or module.__dict__.get("gradient_checkpointing") for module in self._modules
         )
@@ -93,6 +94,27 @@ class BackwardStart:
 
     def __setstate__(self, state: dict) -> None:
         self.__init__()  # type: ignore[misc]
+
+
+def _checkpointable(model: nn.Module) -> Iterator[nn.Module]:
+    """The modules that have transformers' switch for gradient checkpointing."""
+    for module in model.modules():
+        if hasattr(type(module), "gradient_checkpointing") or "gradient_checkpointing" in module.__dict__:
+            yield module
+
+
+def _input_embeddings(model: nn.Module) -> list[nn.Module]:
+    """The modules whose output transformers and PEFT let require a gradient."""
+    found: dict[nn.Module, None] = {}  # a model and the one inside it share theirs
+    for module in model.modules():
+        get = getattr(type(module), "get_input_embeddings", None)
+        try:
+            embeddings = get(module) if get else None
+        except NotImplementedError:  # this model has none
+            continue
+        if isinstance(embeddings, nn.Module):
+            found[embeddings] = None
+    return list(found)
 
 
 def _require_gradient(module: nn.Module, args: Any, output: Any) -> None:
@@ -131,7 +153,7 @@ def _checkpointed(layer: nn.Module) -> nn.Module | None:
 def _set_hook_on_embeddings(model: Any, is_needed: bool) -> None:
     present = [
         (module, key)
-        for module in model.modules()
+        for module in _input_embeddings(model)
         for key, hook in module._forward_hooks.items()
         if getattr(hook, "__name__", "") in _ON_EMBEDDINGS
     ]
