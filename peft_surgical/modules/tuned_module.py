@@ -49,6 +49,7 @@ class TunedModule(nn.Module, BaseTunerLayer):
     adapter_layer_names: tuple[str, ...] = ("surgical_params",)
     other_param_names: tuple[str, ...] = ()
     base_layer: nn.Module
+    _z3_leaf = True  # ZeRO-3 gathers all tensors in here at once, for none of the modules that hold them is called
 
     def __init__(
         self,
@@ -148,7 +149,7 @@ class TunedModule(nn.Module, BaseTunerLayer):
             return None
         copies: Any = self._modules[self.adapter_layer_names[0]]._modules.get(active[0])  # type: ignore[union-attr]
         own = base._parameters
-        if copies is None or own["weight"] is None:
+        if copies is None or own.get("weight") is None:  # FSDP1 takes parameters out of the tables
             return None
         tensors = []
         for name in ("weight", "bias"):
