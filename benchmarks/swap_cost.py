@@ -1,0 +1,427 @@
+"""What it costs to go from one task to another, in every way there is, against what the hardware allows.
+
+    python benchmarks/swap_cost.py                    # a BERT-base of random weights; on a GPU where there is one
+    python benchmarks/swap_cost.py --size tiny        # to see that everything runs
+    python benchmarks/swap_cost.py --show benchmarks/results/swap_cost-NVIDIA-H100-80GB-HBM3.json
+
+Two tasks take turns; a time is the median over the switches, up to the moment at which the device is done. Each way is
+checked to give the answers of each task's own model. Files are in the page cache. Copies of as many bytes are measured
+in the same run. Registering two hundred tasks and switching a compiled model are measured too.
+
+Writes `results/swap_cost-<device>.json` and prints the table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
+from peft.utils.hotswap import hotswap_adapter
+from safetensors.torch import load_file
+from torch import nn
+from transformers import BertConfig, BertForSequenceClassification
+
+from peft_surgical import SurgicalConfig
+from peft_surgical.bank import DeltaBank
+from peft_surgical.tuners.hotswap import prepare_model_for_hotswap
+
+
+SIZES = {
+    "tiny": {"hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 64, "vocab_size": 1000},
+    "base": {},
+}
+LAYERS = ([7, 8, 9, 10, 11], [1, 3, 5, 9, 11])
+"""Of 12: what the two surgical tasks tune."""
+WEIGHTS = "adapter_model.safetensors"
+
+
+@dataclass
+class Bench:
+    """What all ways of switching work with.
+
+    Args:
+        folder: Where everything is saved.
+        config: The model's config.
+        device: The device.
+        inputs: A batch to check answers with.
+        answers: What each task's own model answers, by the name of its adapter.
+    """
+
+    folder: Path
+    config: BertConfig
+    device: torch.device
+    inputs: dict[str, torch.Tensor]
+    answers: dict[str, torch.Tensor]
+
+    def base(self) -> nn.Module:
+        """The base, always with the same weights."""
+        torch.manual_seed(0)
+        with self.device:
+            return BertForSequenceClassification(self.config).eval()
+
+    def save(self, name: str, config: PeftConfig, seed: int) -> None:
+        """Save an adapter that answers otherwise than the base, and what it answers."""
+        model = get_peft_model(self.base(), config).eval()
+        generator = torch.Generator(self.device).manual_seed(seed)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.requires_grad:
+                    noise = torch.randn(parameter.shape, generator=generator, device=self.device)
+                    parameter.add_(0.02 * noise)
+        self.answers[name] = self.answer(model)
+        model.save_pretrained(self.folder / name)
+        if name.startswith("surgical"):
+            whole = name.replace("surgical", "whole")
+            model.merge_and_unload().save_pretrained(self.folder / whole)
+            self.answers[whole] = self.answers[name]
+
+    def answer(self, model: nn.Module) -> torch.Tensor:
+        """What a model says of the batch."""
+        with torch.inference_mode():
+            return model(**self.inputs).logits
+
+    def wait(self) -> None:
+        """Until the device is done."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def seconds(self, do: Callable[[], object]) -> float:
+        """How long something takes, the device's work included."""
+        self.wait()
+        started = time.perf_counter()
+        do()
+        self.wait()
+        return time.perf_counter() - started
+
+
+def prepare(folder: Path, size: str, device: torch.device) -> Bench:
+    """Save the base's adapters, and a whole checkpoint."""
+    config = BertConfig(**SIZES[size], num_labels=2)
+    ids = torch.randint(5, 900, (1, 16), generator=torch.Generator().manual_seed(0)).to(device)
+    bench = Bench(folder, config, device, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, {})
+    for i, layers in enumerate(LAYERS):
+        bench.save(f"surgical {i}", SurgicalConfig(task_type="SEQ_CLS", layers=layers), i)
+        for kind, task_type, targets in (
+            ("LoRA", "SEQ_CLS", ["query", "value"]),
+            ("LoRA all", "SEQ_CLS", "all-linear"),
+            ("LoRA bare", None, ["query", "value"]),  # PEFT's hotswap_adapter takes no head
+        ):
+            lora = LoraConfig(task_type=task_type, r=8, target_modules=targets, init_lora_weights=False)
+            bench.save(f"{kind} {i}", lora, i)
+    return bench
+
+
+# ---- the ways
+
+
+@dataclass
+class Way:
+    """A way of switching.
+
+    Args:
+        switch: Makes task 0 or 1 the active one; gives the model to call.
+        afterwards: What follows each switch and is not timed.
+    """
+
+    switch: Callable[[int], nn.Module]
+    afterwards: Callable[[], object] = lambda: None
+
+
+def resident(bench: Bench, kind: str) -> Way:
+    """PEFT's `set_adapter`, both adapters in the model."""
+    model = PeftModel.from_pretrained(bench.base(), bench.folder / f"{kind} 0", adapter_name="0")
+    model.load_adapter(bench.folder / f"{kind} 1", adapter_name="1")
+
+    def switch(task: int) -> nn.Module:
+        model.set_adapter(str(task))
+        return model
+
+    return Way(switch)
+
+
+def loading(bench: Bench, kind: str) -> Way:
+    """PEFT's `load_adapter` and `set_adapter`; then the adapter before is deleted."""
+    model = PeftModel.from_pretrained(bench.base(), bench.folder / f"{kind} 0", adapter_name="none")
+    names = ["none"]
+
+    def switch(task: int) -> nn.Module:
+        names.append(f"adapter_{len(names)}")
+        model.load_adapter(bench.folder / f"{kind} {task}", adapter_name=names[-1])
+        model.set_adapter(names[-1])
+        return model
+
+    return Way(switch, lambda: model.delete_adapter(names[-2]))
+
+
+def hotswapping(bench: Bench, kind: str) -> Way:
+    """PEFT's `hotswap_adapter`."""
+    paths = [str(bench.folder / f"{kind} {i}") for i in (0, 1)]
+    model = PeftModel.from_pretrained(bench.base(), paths[0])
+    if kind == "surgical":
+        prepare_model_for_hotswap(model, adapters=paths)
+
+    def switch(task: int) -> nn.Module:
+        hotswap_adapter(model, paths[task], adapter_name="default", torch_device=str(bench.device))
+        return model
+
+    return Way(switch)
+
+
+def banking(bench: Bench, tier: str) -> Way:
+    """A `DeltaBank` whose tasks come from the device, from host memory, or from their files."""
+    bank = fill_bank(bench, compiled=tier == "compiled")
+    if tier in ("host", "disk"):
+        bank.activate("0")
+        one = bank.stats()
+        bank = fill_bank(bench, one.device_bytes, one.host_bytes if tier == "disk" else None)
+
+    def switch(task: int) -> nn.Module:
+        bank.activate(str(task))
+        return bank.model
+
+    def check_tier() -> None:
+        stats = bank.stats()
+        wanted = stats.switches if tier == "disk" else min(stats.switches, 2)
+        assert stats.disk_hits == wanted, f"{tier}: tasks came from elsewhere: {stats}"
+
+    return Way(switch, check_tier)
+
+
+def fill_bank(bench: Bench, device: int | None = None, host: int | None = None, compiled: bool = False) -> DeltaBank:
+    """A bank with both surgical tasks."""
+    bank = DeltaBank(bench.base(), device, host, compiled=compiled)
+    for i in (0, 1):
+        bank.add(str(i), bench.folder / f"surgical {i}")
+    return bank
+
+
+def reloading(bench: Bench) -> Way:
+    """The whole model anew."""
+
+    def switch(task: int) -> nn.Module:
+        model = BertForSequenceClassification.from_pretrained(bench.folder / f"whole {task}")
+        return model.eval().to(bench.device)
+
+    return Way(switch)
+
+
+def ways(bench: Bench) -> Iterator[tuple[str, str, Callable[[], Way]]]:
+    """Name, adapter, and what makes the way."""
+    yield "`set_adapter`, surgical, resident", "surgical", lambda: resident(bench, "surgical")
+    yield "`set_adapter`, LoRA on query and value, resident", "LoRA", lambda: resident(bench, "LoRA")
+    yield "`set_adapter`, LoRA on all linear modules, resident", "LoRA all", lambda: resident(bench, "LoRA all")
+    yield "bank, on the device", "surgical", lambda: banking(bench, "device")
+    yield "bank, compiled, on the device", "surgical", lambda: banking(bench, "compiled")
+    if bench.device.type == "cuda":
+        yield "bank, in host memory", "surgical", lambda: banking(bench, "host")
+    yield "bank, on disk", "surgical", lambda: banking(bench, "disk")
+    yield "`hotswap_adapter`, surgical", "surgical", lambda: hotswapping(bench, "surgical")
+    yield "`hotswap_adapter`, LoRA without a head", "LoRA bare", lambda: hotswapping(bench, "LoRA bare")
+    yield "`load_adapter` and `set_adapter`, surgical", "surgical", lambda: loading(bench, "surgical")
+    yield "`load_adapter` and `set_adapter`, LoRA on query and value", "LoRA", lambda: loading(bench, "LoRA")
+    yield "`from_pretrained`, the whole model", "whole", lambda: reloading(bench)
+
+
+def measure(bench: Bench, name: str, adapter: str, make: Callable[[], Way], seconds: float) -> dict[str, Any]:
+    """Time a way of switching for so many seconds, at least four switches, and check its answers."""
+    way = make()
+
+    def check() -> None:
+        for task in (0, 1):
+            answer = bench.answer(way.switch(task))
+            torch.testing.assert_close(answer, bench.answers[f"{adapter} {task}"], atol=1e-4, rtol=1e-4)
+            way.afterwards()
+
+    check()
+    times: list[float] = []
+    while len(times) < 4 or (sum(times) < seconds and len(times) < 200):
+        times.append(bench.seconds(lambda: way.switch(len(times) % 2)))
+        way.afterwards()
+    check()
+    file = "model.safetensors" if adapter == "whole" else WEIGHTS
+    nbytes = (bench.folder / f"{adapter} 0" / file).stat().st_size
+    print(f"{name}: {statistics.median(times) * 1e3:.3f} ms", flush=True)
+    return {"way": name, "seconds": statistics.median(times), "switches": len(times), "bytes": nbytes}
+
+
+# ---- what the hardware allows, and what is counted
+
+
+def limits(bench: Bench, rounds: int = 7) -> dict[str, float]:
+    """Seconds to move as many bytes as a surgical adapter has, in the ways there are."""
+    path = bench.folder / "surgical 0" / WEIGHTS
+    nbytes = path.stat().st_size
+    host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=bench.device.type == "cuda").fill_(1)
+    here, there = (torch.ones(nbytes, dtype=torch.uint8, device=bench.device) for _ in range(2))
+    data = host.numpy().data
+
+    def read() -> None:
+        with open(path, "rb", buffering=0) as file:
+            file.readinto(data)
+
+    found = {
+        "copy on the device": lambda: there.copy_(here),
+        "file to host memory": read,
+        "`load_file`, mapped only": lambda: load_file(path),
+        "`load_file`, every byte read": lambda: [tensor.clone() for tensor in load_file(path).values()],
+    }
+    if bench.device.type == "cuda":
+        found["pinned host memory to device"] = lambda: there.copy_(host, non_blocking=True)
+        found["`load_file` to the device"] = lambda: load_file(path, device="cuda")
+    return {
+        name: statistics.median([bench.seconds(do) for _ in range(rounds + 1)][1:])  # the first one warms up
+        for name, do in found.items()
+    }
+
+
+def register(bench: Bench, count: int = 200) -> dict[str, Any]:
+    """Seconds to add many tasks, and how many bytes that reads."""
+    bank = DeltaBank(bench.base())
+    for i in range(count):  # links to two files, which the bank cannot know
+        source, target = bench.folder / f"surgical {i % 2}", bench.folder / f"many {i}"
+        target.mkdir()
+        for name in ("adapter_config.json", WEIGHTS):
+            os.link(source / name, target / name)
+    before = _bytes_read()
+    seconds = bench.seconds(lambda: [bank.add(f"task {i}", bench.folder / f"many {i}") for i in range(count)])
+    whole = (bench.folder / "surgical 0" / WEIGHTS).stat().st_size
+    return {
+        "tasks": count,
+        "seconds": seconds,
+        "bytes_read": None if before is None else _bytes_read() - before,
+        "bytes_of_weights_read": bank.stats().bytes_read,
+        "bytes_of_all_files": count * whole,
+    }
+
+
+def _bytes_read() -> Any:
+    """How many bytes this process has read, from the page cache too; None where the system does not tell."""
+    try:
+        return int(Path("/proc/self/io").read_text().split()[1])
+    except OSError:
+        return None
+
+
+def compile_once(bench: Bench, switches: int = 100) -> dict[str, Any]:
+    """How often a model over a compiled bank is compiled while tasks are switched."""
+    bank, compiled = fill_bank(bench, compiled=True), []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        compiled.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    model = torch.compile(bank.model, backend=backend, fullgraph=True)
+    for number in range(switches):
+        task = str(number % 2)
+        with bank.task(task):
+            torch.testing.assert_close(bench.answer(model), bench.answers[f"surgical {task}"], atol=1e-4, rtol=1e-4)
+    return {"switches": bank.stats().switches, "compilations": len(compiled)}
+
+
+# ---- the program
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", choices=SIZES, default="base")
+    parser.add_argument("--seconds", type=float, default=1.0, help="how long each way is timed")
+    parser.add_argument("--folder", type=Path, help="where the files go; a temporary folder by default")
+    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--show", type=Path, help="print the table of a result instead")
+    options = parser.parse_args()
+    if options.show:
+        print(table(json.loads(options.show.read_text())))
+        return
+    transformers.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    warnings.simplefilter("ignore")  # of libraries to one another
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    name = torch.cuda.get_device_name() if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        bench = prepare(Path(folder), options.size, device)
+        record: dict[str, Any] = {
+            "device": name,
+            "model": f"BERT-{options.size}",
+            "layers": LAYERS,
+            "versions": {package: version(package) for package in ("torch", "transformers", "peft")},
+            "delta_bytes": (bench.folder / "surgical 0" / WEIGHTS).stat().st_size,
+            "limits": limits(bench),
+            "registering": register(bench),
+            "ways": [],
+        }
+        for way in ways(bench):
+            record["ways"].append(measure(bench, *way, options.seconds))
+            gc.collect()
+        record["compiling"] = compile_once(bench)
+    options.output.mkdir(parents=True, exist_ok=True)
+    file = options.output / f"swap_cost-{name.split(',')[0].replace(' ', '-')}.json"
+    file.write_text(json.dumps(record, indent=1) + "\n")
+    print(f"\n{table(record)}\n\nwritten to {os.path.relpath(file)}")
+
+
+def table(record: dict[str, Any]) -> str:
+    """The results as tables in Markdown."""
+    nbytes, limit = record["delta_bytes"], record["limits"]
+    lines = [
+        f"{record['model']}, random weights, on {record['device']}; surgical adapters of 5 of 12 layers, "
+        f"{nbytes / 1e6:.0f} MB in float32.",
+        "",
+        "| switch | ms | MB |",
+        "|---|---:|---:|",
+    ]
+    lines += [f"| {way['way']} | {_ms(way['seconds'])} | {way['bytes'] / 1e6:.1f} |" for way in record["ways"]]
+    lines += ["", f"| to move {nbytes / 1e6:.0f} MB | ms | GB/s |", "|---|---:|---:|"]
+    lines += [f"| {name} | {_ms(took)} | {nbytes / took / 1e9:.1f} |" for name, took in limit.items()]
+    lines += ["", "| wanted | seen |", "|---|---|", *(f"| {wanted} | {seen} |" for wanted, seen in _wanted(record))]
+    return "\n".join(lines)
+
+
+def _wanted(record: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    took = {way["way"]: way["seconds"] for way in record["ways"]}
+    limit, registering, compiling = record["limits"], record["registering"], record["compiling"]
+    lora = [took[name] for name in took if name.startswith("`set_adapter`, LoRA")]
+    yield (
+        "a resident switch no slower than LoRA's `set_adapter`",
+        f"`set_adapter` {_ms(took['`set_adapter`, surgical, resident'])} ms, bank "
+        f"{_ms(took['bank, on the device'])} ms; LoRA {' and '.join(_ms(t) for t in lora)} ms",
+    )
+    if "bank, in host memory" in took:
+        share = limit["pinned host memory to device"] / took["bank, in host memory"]
+        yield "host to device at 0.8 of the copy bandwidth or more", f"{share:.2f}"
+    disk = took["bank, on disk"]
+    shares = [
+        f"{took / disk:.2f} of {name}" for name, took in limit.items() if "file" in name and "mapped" not in name
+    ]
+    yield "disk at 0.7 of `load_file` or more", ", ".join(shares)
+    yield (
+        f"{registering['tasks']} tasks registered in under 2 s, no weights read",
+        f"{registering['seconds']:.2f} s, {registering['bytes_of_weights_read']} bytes of weights, "
+        f"{(registering['bytes_read'] or 0) / 1e6:.1f} MB in all of {registering['bytes_of_all_files'] / 1e9:.0f} GB",
+    )
+    yield (
+        "no recompilation over 100 switches",
+        f"{compiling['compilations'] - 1} after the first, over {compiling['switches']} switches",
+    )
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g}" if seconds < 1 else f"{seconds * 1e3:,.0f}"
+
+
+if __name__ == "__main__":
+    main()
