@@ -49,7 +49,6 @@ class TunedModule(nn.Module, BaseTunerLayer):
     adapter_layer_names: tuple[str, ...] = ("surgical_params",)
     other_param_names: tuple[str, ...] = ()
     base_layer: nn.Module
-    _z3_leaf = True  # ZeRO-3 gathers all tensors in here at once, for none of the modules that hold them is called
 
     def __init__(
         self,
@@ -249,8 +248,9 @@ class TunedModule(nn.Module, BaseTunerLayer):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            # what accelerate hangs on a module belongs to the base alone
-            if name == "base_layer" or "_modules" not in self.__dict__ or name.startswith(("__", "_hf_", "_old_")):
+            # what accelerate and DeepSpeed hang on a module belongs to it alone
+            alone = ("__", "_hf_", "_old_", "_z3_", "ds_")
+            if name == "base_layer" or "_modules" not in self.__dict__ or name.startswith(alone):
                 raise
         return getattr(self.module_in_use(), name)
 

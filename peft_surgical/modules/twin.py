@@ -24,23 +24,34 @@ def twin(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> nn.Module:
     """
     copy = object.__new__(type(module))
     copy.__dict__ = module.__dict__.copy()
+    here: dict[str, dict[str, torch.Tensor]] = {}
     below: dict[str, dict[str, torch.Tensor]] = {}
     for name, tensor in tensors.items():
         child, _, rest = name.partition(".")
         if rest:
             below.setdefault(child, {})[rest] = tensor
             continue
-        table = "_buffers" if name in module._buffers else "_parameters"
-        if copy.__dict__[table] is module.__dict__[table]:
-            copy.__dict__[table] = dict(module.__dict__[table])  # ZeRO-3's table cannot copy itself
-        copy.__dict__[table][name] = tensor
+        here.setdefault("_buffers" if name in module._buffers else "_parameters", {})[name] = tensor
         if name in module.__dict__:  # FSDP1 shadows a parameter by an attribute of the instance
             copy.__dict__[name] = tensor
+    for table, replacements in here.items():
+        own = module.__dict__[table]
+        # one by one, for ZeRO-3 gathers a tensor that is read
+        copy.__dict__[table] = {name: replacements[name] if name in replacements else own[name] for name in own}
+    if "ds_id" in module.__dict__:
+        _drop_hooks_of_zero3(copy)
     if below:
         copy.__dict__["_modules"] = module._modules.copy()
         for child, replacements in below.items():
             copy._modules[child] = twin(module.get_submodule(child), replacements)
     return copy
+
+
+def _drop_hooks_of_zero3(copy: nn.Module) -> None:
+    """ZeRO-3's hooks gather the tensors of the original, and count the original's calls."""
+    for table in ("_forward_pre_hooks", "_forward_hooks"):
+        hooks = copy.__dict__[table]
+        copy.__dict__[table] = {key: hook for key, hook in hooks.items() if not hook.__module__.startswith("deepspeed")}
 
 
 class FunctionalModule:
