@@ -11,6 +11,7 @@ from torch import nn
 from transformers import BertForSequenceClassification, BitsAndBytesConfig
 
 from peft_surgical import SurgicalConfig, rank_layers
+from peft_surgical.modules.quantised import dequantised_weight, is_quantised
 
 
 class Linear8(nn.Module):
@@ -217,8 +218,16 @@ def test_bits_and_bytes(bits_and_bytes, tmp_path):
     assert torch.equal(outputs(again, "bert"), trained)
 
 
-def test_ranking_works_through_a_4_bit_base(bits_and_bytes):
-    model = bits_and_bytes()
+def test_a_ranking_through_a_quantised_base_is_that_of_the_weights_it_stands_for(bits_and_bytes):
+    quantised = bits_and_bytes()
+    plain = build("bert", hidden_size=64, intermediate_size=64)
+    with torch.no_grad():
+        for name, module in quantised.named_modules():
+            for own, parameter in module.named_parameters(recurse=False):
+                is_packed = own == "weight" and is_quantised(module)
+                plain.get_submodule(name).get_parameter(own).copy_(
+                    dequantised_weight(module) if is_packed else parameter
+                )
     data = [{key: value[0] for key, value in batch("bert", n=1, seed=i).items()} for i in range(4)]
-    ranking = rank_layers(model, data, num_samples=4)
-    assert len(ranking.order) == 4
+    through, wanted = (rank_layers(model, data, num_samples=4) for model in (quantised, plain))
+    torch.testing.assert_close(torch.tensor(through.scores), torch.tensor(wanted.scores), rtol=0.01, atol=0)
