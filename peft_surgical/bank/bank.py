@@ -135,6 +135,8 @@ class DeltaBank:
     def task(self, name: str | None) -> Iterator[nn.Module]:
         """Use a task for a while: within, the model computes as the task's own model does.
 
+        The task's tensors are the bank's: one that is kept beyond the block may be written over.
+
         Args:
             name: The task, or None for the base itself.
 

@@ -6,7 +6,7 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -161,11 +161,13 @@ class Store:
                 return resident
             with self.lock:
                 keep = self.protected | (set(self.wanted) if gently else set())
-                self.device_tier.reserve(task.name, task.layout.nbytes, keep)
+                left = self.device_tier.reserve(task.name, task.layout.nbytes, keep)
+            buffer = self._inherited(left, task.layout.nbytes)
+            del left
             try:
                 # tensors that are made in inference mode could not be told apart from one another later
                 with torch.inference_mode(False), torch.no_grad():
-                    resident = self._bring(task)
+                    resident = self._bring(task, buffer)
             except BaseException:
                 with self.lock:
                     self.device_tier.drop_reservation(task.name)
@@ -185,14 +187,19 @@ class Store:
         with self.lock:
             return self.device_tier.get(task.name)
 
-    def _bring(self, task: Task) -> Resident:
+    def _inherited(self, left: Sequence[Resident], nbytes: int) -> torch.Tensor | None:
+        """On a CPU, the memory of a task that just left; new memory takes longer to be had than a file to be read."""
+        buffers = [] if self.is_on_gpu else [resident.buffer for resident in left]
+        return next((buffer for buffer in buffers if buffer.nbytes == nbytes), None)
+
+    def _bring(self, task: Task, buffer: torch.Tensor | None) -> Resident:
         host = self._host_buffer(task)
         started = time.perf_counter()
         if self._stream is None:
-            resident = self._copy(task, host)
+            resident = self._copy(task, host, buffer)
         else:
             with torch.cuda.stream(self._stream):
-                resident = self._copy(task, host)
+                resident = self._copy(task, host, buffer)
                 resident.is_ready = torch.cuda.Event()
                 resident.is_ready.record()
         self.traffic.bytes_copied += task.layout.nbytes
@@ -231,9 +238,10 @@ class Store:
             self.host_tier.put(task.name, buffer)
         return buffer
 
-    def _copy(self, task: Task, host: torch.Tensor | None) -> Resident:
-        """Fill a new buffer on the device: at once where the bytes are the same, else tensor by tensor."""
-        buffer = torch.empty(task.layout.nbytes, dtype=torch.uint8, device=self.device)
+    def _copy(self, task: Task, host: torch.Tensor | None, buffer: torch.Tensor | None) -> Resident:
+        """Fill a buffer on the device: at once where the bytes are the same, else tensor by tensor."""
+        if buffer is None:
+            buffer = torch.empty(task.layout.nbytes, dtype=torch.uint8, device=self.device)
         tensors = task.layout.views(buffer)
         is_same = task.is_lossless or task.stored.specs == task.layout.specs
         if host is not None and is_same:

@@ -28,7 +28,9 @@ class Tier(Generic[Value]):
 
         >>> tier = Tier("device", 100)
         >>> tier.reserve("a", 60); tier.put("a", "A")
+        []
         >>> tier.reserve("b", 60)
+        ['A']
         >>> "a" in tier, tier.used
         (False, 60)
     """
@@ -58,7 +60,7 @@ class Tier(Generic[Value]):
         self._sizes.move_to_end(name)
         return self._values[name]
 
-    def reserve(self, name: str, nbytes: int, keep: Collection[str] = ()) -> None:
+    def reserve(self, name: str, nbytes: int, keep: Collection[str] = ()) -> list[Value]:
         """Set room aside for a value, giving up others, the least recently used first.
 
         Args:
@@ -66,11 +68,14 @@ class Tier(Generic[Value]):
             nbytes: Its size.
             keep: Names of values that must not be given up.
 
+        Returns:
+            The values that were given up.
+
         Raises:
             NoRoomError: It does not fit. Nothing is given up then.
         """
+        given_up: list[str] = []
         if self.budget is not None:
-            given_up: list[str] = []
             free = self.budget - self.used
             for other, size in self._sizes.items():
                 if free >= nbytes:
@@ -83,22 +88,23 @@ class Tier(Generic[Value]):
                     f"{name!r} needs {nbytes:,} bytes and does not fit into the {self.name} budget of "
                     f"{self.budget:,}, of which {self.used:,} are in use."
                 )
-            for other in given_up:
-                self.evict(other)
+        values = [self.evict(other) for other in given_up]
         self._sizes[name] = nbytes
         self.used += nbytes
         self.peak = max(self.peak, self.used)
+        return values
 
     def put(self, name: str, value: Value) -> None:
         """Store the value for which room was set aside."""
         self._values[name] = value
 
-    def evict(self, name: str) -> None:
-        """Give a value up."""
+    def evict(self, name: str) -> Value:
+        """Give a value up, and return it."""
         value = self._values.pop(name)
         self.drop_reservation(name)
         self.evictions += 1
         self._on_evict(name, value)
+        return value
 
     def drop_reservation(self, name: str) -> None:
         """Free the room that was set aside for a value."""
