@@ -141,12 +141,12 @@ def choose_stack(model: nn.Module, stack: str | None = None) -> Stack:
     Raises:
         ValueError: There is no such stack; or none is named and the model has several, or none at all.
     """
-    model = unwrap(model)
     stacks = find_stacks(model)
+    if stack is None and len(stacks) == 1:
+        return next(iter(stacks.values()))
+    model = unwrap(model)
     if stack is not None:
         return _named(model, stacks, stack)
-    if len(stacks) == 1:
-        return next(iter(stacks.values()))
     if not stacks:
         raise ValueError(
             f"No stack of layers was found in {type(model).__name__}: it has no ModuleList of like modules that are "

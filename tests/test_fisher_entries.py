@@ -8,6 +8,7 @@ import torch
 from peft_surgical.fisher.entries import EntryKeeper, Generators, KeptEntries, choose_entries
 from peft_surgical.fisher.kernel import PendingSquares
 from peft_surgical.fisher.sample_gradients import DenseGradients, ProductGradients, RowGradients
+from peft_surgical.fisher.sums import Zeros
 
 
 def product(samples, tokens, height, width, seed=0):
@@ -35,7 +36,7 @@ def estimate(gradients, seed, together=1, parts=1):
     pending, step = PendingSquares(), -(-gradients.samples // parts)
     dense = gradients.dense(0, gradients.samples)
     for one in kept:
-        total = gradients.zeros()
+        total = Zeros().take(gradients)
         for first in range(0, gradients.samples, step):
             part = gradients if parts == 1 else DenseGradients(dense[first : first + step])
             part.add_squares(total, pending)

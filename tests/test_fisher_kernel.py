@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 from hypothesis import given, settings
@@ -24,6 +25,7 @@ from peft_surgical.fisher.kernel import (
 
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]
+NUMPY = tuple(int(part) for part in numpy.__version__.split(".")[:2])
 ERRORS = {"fp32x3": 2e-5, "tf32": 2e-3, "bf16": 1e-2}
 """What each way to multiply float32 may cost, relative to the norm of the result."""
 
@@ -256,7 +258,8 @@ pending, x = fisher_kernel.PendingSquares("bf16"), torch.randn(3, 9, 16)
 query, key = torch.zeros(16, 16), torch.zeros(16, 16)
 pending.add_products(query, torch.randn(3, 9, 16), x)
 pending.add_products(key, torch.randn(3, 9, 16), x[:])
-((first, second),) = pending._products.values()
+(waiting,) = pending._products.values()
+first, second = waiting.jobs
 assert first.inputs is second.inputs and first.inputs.dtype == torch.bfloat16
 
 for center in (True, False):
@@ -268,6 +271,7 @@ for center in (True, False):
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+@pytest.mark.skipif(NUMPY >= (2, 4), reason="Triton's interpreter takes arrays for numbers, as NumPy did until 2.4")
 def test_the_kernel_is_right_in_tritons_interpreter():
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(Path(__file__).parents[1])}
     done = subprocess.run([sys.executable, "-c", INTERPRETED], env=environment, capture_output=True, text=True)

@@ -27,6 +27,7 @@ from peft_surgical.fisher.sample_gradients import (
     SummedGradients,
     join,
 )
+from peft_surgical.fisher.sums import Zeros
 from peft_surgical.layers import Layer
 
 
@@ -59,7 +60,7 @@ def check(module: nn.Module, x: torch.Tensor, tolerance: float = 1e-9) -> None:
         assert tuple(gradients.shape) == tuple(expected.shape[1:])
         close(gradients.dense(0, len(x)).view_as(expected), expected, tolerance)
         close(gradients.squared_norms(), expected.flatten(1).square().sum(1), tolerance)
-        out, pending = gradients.zeros(), PendingSquares()
+        out, pending = Zeros().take(gradients), PendingSquares()
         gradients.add_squares(out, pending)
         pending.flush()
         close(out.flatten(), expected.square().sum(0).flatten(), tolerance)
@@ -185,7 +186,7 @@ def test_uses_of_a_parameter_add_up_before_they_are_squared(n, t, o, i, kinds):
     joined = join(terms)
     close(joined.dense(0, n), total, 1e-9)
     close(joined.squared_norms(), total.flatten(1).square().sum(1), 1e-9)
-    out, pending = joined.zeros(), PendingSquares()
+    out, pending = Zeros().take(joined), PendingSquares()
     joined.add_squares(out, pending)
     pending.flush()
     close(out, total.square().sum(0), 1e-9)

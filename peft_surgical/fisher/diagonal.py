@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from peft_surgical.fisher.batches import Batch
 from peft_surgical.fisher.engines import Engine, HookEngine, LoopEngine
-from peft_surgical.fisher.layer_major import KEEP, LayerMajorEngine
+from peft_surgical.fisher.input_store import KEEP
+from peft_surgical.fisher.layer_major import LayerMajorEngine
 from peft_surgical.fisher.log_likelihood import Objective
 from peft_surgical.fisher.measure import NO_GRADIENT, FisherTask, Progress
 from peft_surgical.fisher.memory import free_bytes
@@ -130,7 +131,8 @@ def _sums_fit(task: FisherTask) -> bool:
 def _check_data(task: FisherTask) -> None:
     for layer in task.layers:
         for name, module in layer.module.named_modules():
-            if any(p.is_meta for p in module.parameters(recurse=False)) and not hasattr(module, "_hf_hook"):
+            on_meta = any(p is not None and p.is_meta for p in module._parameters.values())
+            if on_meta and not hasattr(module, "_hf_hook"):
                 raise ValueError(
                     f"{layer.path}.{name} has no data (its parameters are on the meta device), so its gradients "
                     "cannot be measured. Load the weights first, or offload them with accelerate."

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -90,15 +91,14 @@ class HookEngine(_SummingEngine):
 
     def __init__(self, task: FisherTask, batches: Sequence[Batch]):
         super().__init__(task, batches)
-        self.units = UnitsOnce(task, self.runner, batches, self.parameters, assume_plain=True)
+        self.units = UnitsOnce(task, self.runner, batches, self.parameters)
         self.padding = PaddingLengths(task, self.runner)
 
     def add(self, batch: Batch) -> None:
         try:
             self._add(batch)
         except NotPlain as error:
-            logger.debug("%s does not see all tokens of all samples.", error)
-            self.units.plain = None
+            self.units.drop_plain(error)
             self.add(batch)
         except (CannotTellSamplesApart, SamplesInUnequalShares) as error:
             logger.info("Samples cannot be told apart in %s: they are taken one at a time.", error)
@@ -166,35 +166,39 @@ class LoopEngine(_SummingEngine):
 
 
 class UnitsOnce:
-    """The modules to listen to. If they must be looked for, then on short samples, for it takes forward passes.
+    """The modules to listen to. The model is taken for a plain one until it proves not to be. If they must be looked
+    for, then on short samples, for it takes forward passes.
 
     Args:
         task: What is measured.
         runner: Runs the model.
         batches: The samples.
         parameters: The parameters.
-        assume_plain: Whether the model is taken for a plain one until it proves not to be.
     """
 
-    def __init__(
-        self,
-        task: FisherTask,
-        runner: Runner,
-        batches: Sequence[Batch],
-        parameters: Iterable[nn.Parameter],
-        *,
-        assume_plain: bool,
-    ):
+    def __init__(self, task: FisherTask, runner: Runner, batches: Sequence[Batch], parameters: Iterable[nn.Parameter]):
         self.task, self.runner = task, runner
         self.owners = find_owners(task.model, parameters)
-        self.plain = plain_units(task.model, self.owners) if assume_plain else None
+        self.plain = plain_units(task.model, self.owners)
         self.shortest = min((b for b in batches if len(b) > 1), key=_size, default=None)
         self._found: dict[int, list[Unit]] = {}
 
+    def plain_of(self, batch: Batch) -> list[Unit] | None:
+        """The units, where the model is taken for a plain one."""
+        if tokens_of(batch) in (0, len(batch)):  # with as many samples as tokens, a dimension could be either
+            return None
+        return self.plain
+
+    def drop_plain(self, error: NotPlain) -> None:
+        """Take the model for a plain one no more."""
+        logger.debug("%s does not see all tokens of all samples.", error)
+        self.plain = None
+
     def find(self, batch: Batch) -> list[Unit]:
         """The units for a batch."""
-        if self.plain is not None and tokens_of(batch) not in (0, len(batch)):  # as many could be either
-            return self.plain
+        plain = self.plain_of(batch)
+        if plain is not None:
+            return plain
         samples = min(len(batch), 2)
         if samples not in self._found:
             example = self.shortest if samples == 2 and self.shortest else batch
@@ -219,15 +223,22 @@ class PaddingLengths:
     def __init__(self, task: FisherTask, runner: Runner):
         # a decoder has other lengths than the encoder, and an image has none
         seq2seq = getattr(getattr(task.model, "config", None), "is_encoder_decoder", False)
-        self.useful = runner.device.type != "cpu" and not seq2seq and len(find_stacks(task.model)) == 1
-        self.device = runner.device
+        self.useful = runner.device.type != "cpu" and not seq2seq
+        self.task, self.device = task, runner.device
 
     def find(self, batch: Batch) -> tuple[int, Tensor | None]:
         """The tokens of each sample with padding, and without it, (N,)."""
         lengths = token_lengths(batch) if self.useful else None
-        if lengths is None:
+        if lengths is None or not self._only_stack:
             return tokens_of(batch), None
-        return batch.inputs["attention_mask"].shape[1], lengths.to(self.device, torch.int32)
+        tokens = batch.inputs["attention_mask"].shape[1]
+        if bool((lengths == tokens).all()):
+            return tokens, None
+        return tokens, lengths.to(self.device, torch.int32)
+
+    @cached_property
+    def _only_stack(self) -> bool:
+        return len(find_stacks(self.task.model)) == 1
 
 
 def all_finite(gradients: Iterable[Tensor | None]) -> bool:

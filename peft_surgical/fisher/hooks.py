@@ -10,6 +10,7 @@ nothing is wanted. So autograd computes no weight gradient, and nothing below th
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -22,12 +23,16 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from peft_surgical.fisher.calls import CallLayout
 from peft_surgical.fisher.kernel import PendingSquares
 from peft_surgical.fisher.local import LocalCall, local_gradients
-from peft_surgical.fisher.plain import NotPlain, check_plain
+from peft_surgical.fisher.plain import NotPlain, check_plain, first_input
 from peft_surgical.fisher.sample_gradients import DenseGradients, ProductGradients, SampleGradients, join
 from peft_surgical.fisher.units import Unit, sample_axis, samples_first
 
 
 logger = logging.getLogger(__name__)
+
+
+_TOGETHER = 2**23
+"""Entries of the parameters whose gradients are taken up together: in one go Python takes half the time."""
 
 
 class SamplesInUnequalShares(Exception):
@@ -62,6 +67,8 @@ class GradientListener:
 
     def __init__(self, units: Sequence[Unit], sinks: Mapping[int, Sink], *, checked: bool = False):
         self.units, self.sinks, self.checked = units, sinks, checked
+        owners = Counter(id(p) for unit in units for p in unit.parameters.values())
+        self._tied = {key for key, count in owners.items() if count > 1}
         self.anchors: list[Tensor] = []
         self._pending = PendingSquares()
         self._handles: list[Any] = []
@@ -92,10 +99,11 @@ class GradientListener:
         self.samples, self.tokens, self.lengths = samples, tokens, lengths
         self.anchors.clear()
         self._calls: dict[int, int] = {}
-        self._uses: dict[int, int] = {}
         self._local: dict[int, list[LocalCall]] = {}
         self._units: dict[int, Unit] = {}
         self._waiting: dict[int, list[SampleGradients]] = {}
+        self._arrived: list[tuple[_Use, Tensor]] = []
+        self._entries = 0
         self.heard = False
 
     def check_calls(self) -> None:
@@ -117,6 +125,8 @@ class GradientListener:
 
     def finish(self) -> None:
         """Finish a backward pass."""
+        with torch.no_grad():
+            self._take_arrived()
         self._paused = True
         try:
             for key, calls in self._local.items():
@@ -141,15 +151,12 @@ class GradientListener:
         return self._record(unit, layout, args, kwargs, output)
 
     def _listen(self, unit: Unit, layout: CallLayout | None, args: tuple, kwargs: dict, output: Tensor) -> Any:
-        x = args[0] if args else tree_flatten(kwargs)[0][0]
+        x = first_input(args, kwargs)
         if unit.plain:
             check_plain(unit, (self.samples, self.tokens), x, output)
         elif layout is not None:
             self._check_size(unit, x, layout.inputs[0])
-        x = x.detach()
-        for parameter in unit.parameters.values():
-            self._uses[id(parameter)] = self._uses.get(id(parameter), 0) + 1
-        out = self._with_gradient(output)
+        x, out = x.detach(), self._with_gradient(output)
         out.register_hook(partial(self._on_gradient, _Use(unit, layout, x, x._version)))
         return out if out is not output else None
 
@@ -169,9 +176,6 @@ class GradientListener:
         self._units[id(unit)] = unit
         call = LocalCall(inputs, axes, spec, out_axes)
         calls.append(call)
-        if len(calls) == 1:
-            for parameter in unit.parameters.values():
-                self._uses[id(parameter)] = self._uses.get(id(parameter), 0) + 1
         for k, i in enumerate(floats):
             if layout is not None and out_axes[k] is None:
                 out_axes[k] = 0  # shared by the samples; expanded, so that each sends back a gradient of its own
@@ -196,27 +200,37 @@ class GradientListener:
     # ---- backward
 
     def _on_gradient(self, use: _Use, gradient: Tensor) -> None:
-        unit, layout, module = use.unit, use.layout, use.unit.module
         self.heard = True
-        with torch.no_grad():
-            if use.x._version != use.version:
-                raise RuntimeError(
-                    f"The input of {unit.name} was written to in place after it was used, so that the gradient of its "
-                    "weight cannot be found. Use engine='loop'."
-                )
-            x, g = use.x, gradient
-            if not unit.plain:
-                x = samples_first(x, layout.inputs[0] if layout else None, self.samples)
-                g = samples_first(g, layout.outputs[0] if layout else None, self.samples)
-            if self.checked:
-                self._check_finite(unit, g)
-            self._paused = True  # a rule may call the module
-            try:
-                gradients = unit.rule(module, x, g) if unit.rule else {}
-            finally:
-                self._paused = False
-            for name, parameter in unit.parameters.items():
-                self._collect(parameter, gradients[name])
+        self._arrived.append((use, gradient))
+        self._entries += use.unit.size
+        if self._entries >= _TOGETHER or self.checked:
+            self._take_arrived()
+
+    def _take_arrived(self) -> None:
+        arrived, self._arrived, self._entries = self._arrived, [], 0
+        self._paused = True  # a rule may call the module
+        try:
+            for use, gradient in arrived:
+                self._apply_rule(use, gradient)
+        finally:
+            self._paused = False
+
+    def _apply_rule(self, use: _Use, g: Tensor) -> None:
+        unit, layout, x = use.unit, use.layout, use.x
+        if x._version != use.version:
+            raise RuntimeError(
+                f"The input of {unit.name} was written to in place after it was used, so that the gradient of its "
+                "weight cannot be found. Use engine='loop'."
+            )
+        if not unit.plain:
+            x = samples_first(x, layout.inputs[0] if layout else None, self.samples)
+            g = samples_first(g, layout.outputs[0] if layout else None, self.samples)
+        if self.checked:
+            self._check_finite(unit, g)
+        gradients = unit.rule(unit.module, x, g) if unit.rule else {}
+        once = self._calls[id(unit.module)] == 1
+        for name, parameter in unit.parameters.items():
+            self._collect(parameter, gradients[name], once)
 
     def _on_local_gradient(self, unit: Unit, call: LocalCall, number: int, gradient: Tensor) -> None:
         self.heard = True
@@ -224,9 +238,9 @@ class GradientListener:
             self._check_finite(unit, samples_first(gradient, call.output_axes[number], self.samples))
         call.gradients[number] = gradient
 
-    def _collect(self, parameter: nn.Parameter, gradients: SampleGradients) -> None:
+    def _collect(self, parameter: nn.Parameter, gradients: SampleGradients, once: bool) -> None:
         key = id(parameter)
-        if self._uses[key] > 1:
+        if not once or key in self._tied:
             self._waiting.setdefault(key, []).append(gradients)
             return
         if isinstance(gradients, ProductGradients) and gradients.left.shape[1] == self.tokens:
@@ -241,7 +255,7 @@ class GradientListener:
             parts: dict[str, list[Tensor]] = {name: [] for name in unit.parameters}
             for first, gradients in local_gradients(unit.module, unit.parameters, calls, self.samples):
                 for name, parameter in unit.parameters.items():
-                    if self._uses[id(parameter)] > 1:
+                    if id(parameter) in self._tied:
                         parts[name].append(gradients[name])
                     else:
                         self.sinks[id(parameter)].add(DenseGradients(gradients[name]), first, self._pending)

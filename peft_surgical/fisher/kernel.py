@@ -18,6 +18,7 @@ import functools
 import importlib.util
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -71,6 +72,7 @@ def accumulate_squared_products(
         >>> torch.allclose(out, torch.einsum("nto,nti->noi", g, a).square().sum(0), atol=1e-4)
         True
     """
+    _check(out, grad_outputs, inputs, lengths)
     pending = PendingSquares(precision)
     pending.add_products(out, grad_outputs, inputs, lengths)
     pending.flush()
@@ -130,24 +132,28 @@ class PendingSquares:
 
     def __init__(self, precision: str | None = None):
         self.precision = _resolve(precision)
-        self._products: dict[Kind, list[Job]] = {}
+        self._products: dict[Kind, _Waiting] = {}
         self._gradients: list[tuple[Tensor, Tensor]] = []
         self._rounded: tuple[Tensor, Tensor] | None = None
 
     def add_products(self, out: Tensor, grad_outputs: Tensor, inputs: Tensor, lengths: Lengths = None) -> None:
         """Add `sum_n (G[n].T @ A[n]) ** 2` to `out`; see `accumulate_squared_products`."""
-        _check(out, grad_outputs, inputs, lengths)
         if not grad_outputs.numel() or not inputs.numel():
             return
         if not _has_kernel(grad_outputs, out.dtype, self.precision):
             add = _add_by_chunk if grad_outputs.is_cuda else _add_by_sample
             return add(out, grad_outputs, inputs)
         job, kind = self._make_job(out, grad_outputs, inputs, lengths)
-        if any(waiting.out.data_ptr() == out.data_ptr() for waiting in self._products.get(kind, [])):
+        waiting, place = self._products.get(kind), out.data_ptr()
+        if waiting is not None and place in waiting.places:
             self._launch(kind)  # within a launch a result belongs to one job
-        jobs = self._products.setdefault(kind, [])
-        jobs.append(job)
-        if sum(waiting.out.numel() for waiting in jobs) >= _ENTRIES_PER_LAUNCH:
+            waiting = None
+        if waiting is None:
+            waiting = self._products[kind] = _Waiting()
+        waiting.jobs.append(job)
+        waiting.places.add(place)
+        waiting.entries += out.numel()
+        if waiting.entries >= _ENTRIES_PER_LAUNCH:
             self._launch(kind)
 
     def add_gradients(self, out: Tensor, gradients: Tensor) -> None:
@@ -182,7 +188,9 @@ class PendingSquares:
 
         if lengths is not None:
             lengths = torch.as_tensor(lengths, dtype=torch.int32, device=grad_outputs.device)
-        dtype = torch.promote_types(grad_outputs.dtype, inputs.dtype)
+        dtype = grad_outputs.dtype
+        if dtype != inputs.dtype:
+            dtype = torch.promote_types(dtype, inputs.dtype)
         if dtype == torch.float32 and self.precision == "bf16":
             dtype = torch.bfloat16
         return fisher_triton.make_job(out, grad_outputs.to(dtype), self._round(inputs, dtype), lengths)
@@ -198,7 +206,16 @@ class PendingSquares:
     def _launch(self, kind: Kind) -> None:
         from peft_surgical.fisher import triton_kernel as fisher_triton
 
-        fisher_triton.launch(self._products.pop(kind), kind, self.precision)
+        fisher_triton.launch(self._products.pop(kind).jobs, kind, self.precision)
+
+
+@dataclass
+class _Waiting:
+    """Products of one kind, where their results are, and how many entries these have."""
+
+    jobs: list[Job] = field(default_factory=list)
+    places: set[int] = field(default_factory=set)
+    entries: int = 0
 
 
 def sum_normalized(grad_outputs: Tensor, inputs: Tensor, eps: float, *, center: bool = True) -> Tensor:

@@ -10,12 +10,10 @@ more forward pass than the other engine makes.
 from __future__ import annotations
 
 import logging
-import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,17 +24,17 @@ from peft_surgical.fisher.batches import Batch
 from peft_surgical.fisher.engines import Engine, PaddingLengths, UnitsOnce, all_finite, not_finite_error
 from peft_surgical.fisher.entries import Generators
 from peft_surgical.fisher.hooks import GradientListener, NotFinite
+from peft_surgical.fisher.input_store import InputStore, Kept
 from peft_surgical.fisher.local import float_tensors
 from peft_surgical.fisher.measure import FisherSums, FisherTask, Progress, check_values
 from peft_surgical.fisher.owners import layer_parameters
+from peft_surgical.fisher.plain import NotPlain, checking_plain, tokens_of
 from peft_surgical.fisher.processes import raise_everywhere
 from peft_surgical.fisher.sums import TensorFisher
 from peft_surgical.fisher.units import CannotTellSamplesApart, Unit
 
 
 logger = logging.getLogger(__name__)
-
-KEEP = ("device", "cpu", "disk")
 
 
 @dataclass
@@ -57,6 +55,8 @@ class _Pass:
     """What is kept of a batch."""
 
     batch: Batch
+    counts: Tensor = field(default_factory=lambda: torch.zeros(0))
+    """What each sample adds to the divisor."""
     calls: dict[int, _LayerCall] = field(default_factory=dict)
     outputs: dict[int, Tensor] = field(default_factory=dict)
     """The outputs of the layers, by number. Empty if every layer takes the last one's output as it is."""
@@ -81,10 +81,11 @@ class LayerMajorEngine(Engine):
         super().__init__(task, batches)
         self.parameters = layer_parameters(task.layers)
         flat = [p for group in self.parameters for p in group.values()]
-        self.units = UnitsOnce(task, self.runner, batches, flat, assume_plain=False)
+        self.units = UnitsOnce(task, self.runner, batches, flat)
+        self._inside: dict[tuple[int, int], list[Unit]] = {}
         self.padding = PaddingLengths(task, self.runner)
         self.generators = Generators(task.seed)
-        self.store = _Store(keep_inputs)
+        self.store = InputStore(keep_inputs)
         self.passes: list[_Pass] = []
         self.progress = Progress()
         self._numbers = count()
@@ -93,8 +94,9 @@ class LayerMajorEngine(Engine):
         self.progress = progress
         progress.expect(sum(len(b) for b in self.batches) * (1 + len(self.task.layers)), " samples x layers")
         for batch in self.batches:
-            for part in self._parts(batch):
-                self.passes.append(self._forward(part))
+            for kept in self._forward_checked(batch):
+                self.passes.append(kept)
+                self.log.add(kept.batch, kept.counts)
             progress.advance(len(batch))
 
     def results(self, count: float) -> list[dict[str, TensorFisher]]:
@@ -109,15 +111,24 @@ class LayerMajorEngine(Engine):
             (found[number],) = sums.results(count)
         return [found[number] for number in range(len(self.task.layers))]
 
-    def _parts(self, batch: Batch) -> list[Batch]:
+    # ---- forward
+
+    def _forward_checked(self, batch: Batch) -> list[_Pass]:
+        """Run the model on a batch, or on its samples one at a time if units cannot tell them apart."""
+        plain = self.units.plain_of(batch)
+        if plain is not None:
+            try:
+                with checking_plain(plain, (len(batch), tokens_of(batch))):
+                    return [self._forward(batch)]
+            except NotPlain as error:
+                self.units.drop_plain(error)
+        parts = [batch]
         try:
             self.units.find(batch)
         except CannotTellSamplesApart as error:
             logger.info("Samples cannot be told apart in %s: they are taken one at a time.", error)
-            return [batch.select(n, n + 1) for n in range(len(batch))]
-        return [batch]
-
-    # ---- forward
+            parts = [batch.select(n, n + 1) for n in range(len(batch))]
+        return [self._forward(part) for part in parts]
 
     def _forward(self, batch: Batch) -> _Pass:
         kept, handles = _Pass(batch), []
@@ -132,7 +143,7 @@ class LayerMajorEngine(Engine):
                 handle.remove()
             torch.set_grad_enabled(True)
         check_values(values, batch)
-        self.log.add(batch, counts)
+        kept.counts = counts
         for row in values:
             grads = torch.autograd.grad(row.sum(), list(kept.outputs.values()), retain_graph=True, allow_unused=True)
             found = {n: g for n, g in zip(kept.outputs, grads, strict=True) if g is not None}
@@ -192,7 +203,7 @@ class LayerMajorEngine(Engine):
     def _differentiate_pass(self, number: int, kept: _Pass, call: _LayerCall, sums: FisherSums) -> None:
         samples, module = len(kept.batch), self.task.layers[number].module
         units = self._units_of(number, kept.batch)
-        inputs = [self.store.get(x) for x in call.inputs]
+        inputs = [self.store.get(x) if isinstance(x, Kept) else x for x in call.inputs]
         flowing = {i: inputs[i].detach().requires_grad_() for i in call.sources}
         inputs = [flowing.get(i, x) for i, x in enumerate(inputs)]
         args, kwargs = tree_unflatten(inputs, call.spec)
@@ -220,10 +231,17 @@ class LayerMajorEngine(Engine):
                     _pass_on(kept, gradients, source, g)
 
     def _units_of(self, number: int, batch: Batch) -> list[Unit]:
+        found = self.units.find(batch)
+        key = number, id(found)
+        if key not in self._inside:
+            self._inside[key] = self._units_inside(number, found)
+        return self._inside[key]
+
+    def _units_inside(self, number: int, found: Sequence[Unit]) -> list[Unit]:
         inside = set(self.task.layers[number].module.modules())
         mine = {id(p) for p in self.parameters[number].values()}
         units = []
-        for unit in self.units.find(batch):
+        for unit in found:
             belongs = {id(p) in mine for p in unit.parameters.values()}
             if belongs != {unit.module in inside}:
                 raise ValueError(
@@ -253,36 +271,6 @@ def _pass_on(kept: _Pass, gradients: dict[int, Tensor], source: int | Tensor, gr
 def _fit(gradient: Tensor, output: Tensor) -> Tensor:
     """The gradient of an output that was expanded over the samples, where no unit inside the layer has done so."""
     return gradient if gradient.shape == output.shape else gradient.sum(0, keepdim=True)
-
-
-class _Store:
-    """Keeps tensors on their device, in main memory, or on disk."""
-
-    def __init__(self, where: str):
-        self.where = where
-        self._folder = tempfile.TemporaryDirectory(prefix="peft_surgical_") if where == "disk" else None
-        self._files = count()
-
-    def put(self, x: Tensor) -> Any:
-        if self.where == "device":
-            return _Kept(x.device, x)
-        if self._folder is None:
-            return _Kept(x.device, x.cpu())
-        path = Path(self._folder.name) / str(next(self._files))
-        torch.save(x.cpu(), path)
-        return _Kept(x.device, path)
-
-    def get(self, kept: Any) -> Any:
-        if not isinstance(kept, _Kept):
-            return kept
-        value = torch.load(kept.value, weights_only=True) if isinstance(kept.value, Path) else kept.value
-        return value.to(kept.device)
-
-
-@dataclass(frozen=True)
-class _Kept:
-    device: torch.device
-    value: Tensor | Path
 
 
 def _first_bad(gradients: Iterable[Tensor | None], samples: int) -> int:

@@ -14,7 +14,7 @@ from peft_surgical.fisher.batches import LABELS, Batch, forward_names
 from peft_surgical.fisher.entries import EntryKeeper, Generators
 from peft_surgical.fisher.log_likelihood import Objective, Rows
 from peft_surgical.fisher.processes import gather
-from peft_surgical.fisher.sums import DiagonalSum, NormSum, TensorFisher, reduce_diagonals
+from peft_surgical.fisher.sums import DiagonalSum, NormSum, TensorFisher, Zeros, reduce_diagonals
 from peft_surgical.layers import Layer
 
 
@@ -91,7 +91,9 @@ class FisherSums:
     def __init__(self, task: FisherTask, parameters: Sequence[dict[str, nn.Parameter]], generators: Generators):
         self.parameters = parameters
         self._keeper = EntryKeeper(generators) if task.diagonal and task.shares else None
-        new: Callable[[], DiagonalSum | NormSum] = partial(DiagonalSum, self._keeper) if task.diagonal else NormSum
+        new: Callable[[], DiagonalSum | NormSum] = NormSum
+        if task.diagonal:
+            new = partial(DiagonalSum, self._keeper, Zeros())
         self.by_id = {id(p): new() for group in parameters for p in group.values()}
 
     def start(self, samples: int) -> None:

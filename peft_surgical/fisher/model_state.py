@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -38,35 +38,36 @@ def untouched(model: nn.Module, seed: int = 0) -> Iterator[None]:
         >>> model.training, model[0].weight.requires_grad
         (True, True)
     """
+    modules = list(model.modules())
     with ExitStack() as stack:
         # what is entered first is put back last: switching adapters back on changes what requires a gradient
-        stack.enter_context(_same_flags(model))
-        stack.enter_context(_same_buffers(model))
+        stack.enter_context(_same_flags(modules))
+        stack.enter_context(_same_buffers(modules))
         stack.enter_context(same_random_numbers(model, seed))
-        stack.enter_context(_adapters_off(model))
-        stack.enter_context(_no_cache(model))
+        stack.enter_context(_adapters_off(modules))
+        stack.enter_context(_no_cache(modules))
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
-        for module in model.modules():
-            module.training = False
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.requires_grad_(False)
+        for module in modules:
+            if module.training:
+                module.training = False
+            for parameter in module._parameters.values():
+                if parameter is not None and parameter.requires_grad:
+                    parameter.requires_grad_(False)
         yield
 
 
 @contextmanager
-def _same_flags(model: nn.Module) -> Iterator[None]:
-    training = [(module, module.training) for module in model.modules()]
+def _same_flags(modules: Sequence[nn.Module]) -> Iterator[None]:
+    training = [(module, module.training) for module in modules]
     # by place: a module with offloaded weights has other parameter objects after each call
-    requiring = [
-        (m, name, p.requires_grad) for m in model.modules() for name, p in m._parameters.items() if p is not None
-    ]
+    requiring = [(m, name, p.requires_grad) for m in modules for name, p in m._parameters.items() if p is not None]
     try:
         yield
     finally:
         for module, flag in training:
-            module.training = flag
+            if module.training != flag:
+                module.training = flag
         for module, name, flag in requiring:
             parameter = module._parameters[name]
             if parameter is not None and parameter.requires_grad != flag:
@@ -74,9 +75,9 @@ def _same_flags(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _same_buffers(model: nn.Module) -> Iterator[None]:
+def _same_buffers(modules: Sequence[nn.Module]) -> Iterator[None]:
     kept = []
-    for module in model.modules():
+    for module in modules:
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 small = buffer.numel() <= _LARGEST_BUFFER and not buffer.is_meta
@@ -95,7 +96,8 @@ def _same_buffers(model: nn.Module) -> Iterator[None]:
 def same_random_numbers(model: nn.Module, seed: int) -> Iterator[None]:
     """A context that seeds the global random number generators and puts their state back."""
     python, numpy = random.getstate(), np.random.get_state()
-    devices = sorted({p.device.index or 0 for p in model.parameters() if p.is_cuda})
+    parameters = (p for module in model.modules() for p in module._parameters.values() if p is not None)
+    devices = sorted({p.device.index or 0 for p in parameters if p.is_cuda})
     try:
         with torch.random.fork_rng(devices=devices):
             torch.manual_seed(seed)
@@ -108,8 +110,8 @@ def same_random_numbers(model: nn.Module, seed: int) -> Iterator[None]:
 
 
 @contextmanager
-def _adapters_off(model: nn.Module) -> Iterator[None]:
-    wrappers = [m for m in model.modules() if isinstance(m, (BaseTunerLayer, AuxiliaryTrainingWrapper))]
+def _adapters_off(modules: Sequence[nn.Module]) -> Iterator[None]:
+    wrappers = [m for m in modules if isinstance(m, (BaseTunerLayer, AuxiliaryTrainingWrapper))]
     for wrapper in wrappers:
         if getattr(wrapper, "merged", False):
             raise ValueError(
@@ -127,10 +129,10 @@ def _adapters_off(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _no_cache(model: nn.Module) -> Iterator[None]:
+def _no_cache(modules: Sequence[nn.Module]) -> Iterator[None]:
     configs: dict[int, Any] = {}
-    for module in model.modules():
-        config = getattr(module, "config", None)
+    for module in modules:
+        config = module.__dict__.get("config")
         if getattr(config, "use_cache", None):
             configs[id(config)] = config
     try:

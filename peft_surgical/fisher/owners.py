@@ -47,7 +47,9 @@ def find_owners(model: nn.Module, parameters: Iterable[nn.Parameter]) -> dict[nn
 
 def own_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """The parameters that a module owns itself. The packed weight of a quantised linear map counts as one."""
-    yield from module.named_parameters(recurse=False)
+    for name, p in module._parameters.items():  # named_parameters takes ten times as long
+        if p is not None:
+            yield name, p
     if is_packed_linear(module):
         if module not in _packed:
             shape = (module.out_features, module.in_features)
@@ -57,11 +59,11 @@ def own_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 def is_packed_linear(module: nn.Module) -> bool:
     """Whether a module is a linear map whose weight is no parameter, but packed into integer buffers (GPTQ, AWQ)."""
+    if "weight" in module._parameters or not module._buffers:
+        return False
     sizes = (getattr(module, "in_features", None), getattr(module, "out_features", None))
-    return (
-        all(isinstance(size, int) for size in sizes)
-        and "weight" not in module._parameters
-        and any(b is not None and not b.is_floating_point() for b in module._buffers.values())
+    return all(isinstance(size, int) for size in sizes) and any(
+        b is not None and not b.is_floating_point() for b in module._buffers.values()
     )
 
 

@@ -8,7 +8,13 @@ tokens. That is assumed here at first, and checked in every call (`hooks.py`). W
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
 
 from peft_surgical.fisher.batches import Batch
 from peft_surgical.fisher.calls import CallLayout
@@ -52,6 +58,39 @@ def tokens_of(batch: Batch) -> int:
     """The tokens of each sample, padding included; 0 if it has none."""
     ids = batch.inputs.get("input_ids")
     return ids.shape[1] if isinstance(ids, Tensor) and ids.dim() == 2 else 0
+
+
+@contextmanager
+def checking_plain(units: Sequence[Unit], shape: tuple[int, int]) -> Iterator[None]:
+    """A context for a forward pass, which checks that units are plain.
+
+    Args:
+        units: The units.
+        shape: Samples and tokens.
+
+    Raises:
+        NotPlain: One does not see all tokens of all samples, or is not called.
+    """
+    called = set()
+
+    def check(unit: Unit, module: nn.Module, args: tuple, kwargs: dict, output: object) -> None:
+        called.add(unit.name)
+        check_plain(unit, shape, first_input(args, kwargs), output)
+
+    handles = [u.module.register_forward_hook(partial(check, u), with_kwargs=True) for u in units]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+    for unit in units:
+        if unit.name not in called:
+            raise NotPlain(unit.name)
+
+
+def first_input(args: tuple, kwargs: dict) -> Any:
+    """What a module with a rule is called with: one tensor."""
+    return args[0] if args else tree_flatten(kwargs)[0][0]
 
 
 def check_plain(unit: Unit, shape: tuple[int, int], *tensors: object) -> None:

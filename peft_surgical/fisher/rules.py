@@ -160,7 +160,8 @@ _PADDING = {"zeros": "constant", "reflect": "reflect", "replicate": "replicate",
 
 def _sum_over_tokens(x: Tensor, dims: int = 1) -> DenseGradients:
     """Sum (N, ..., *shape) over everything between the samples and the last `dims` dimensions."""
-    x = x.reshape(len(x), -1, *x.shape[x.dim() - dims :])
+    if x.dim() != dims + 2:
+        x = x.reshape(len(x), -1, *x.shape[x.dim() - dims :])
     return DenseGradients(x.sum(1, dtype=torch.promote_types(x.dtype, torch.float32)))
 
 

@@ -47,11 +47,12 @@ class SampleGradients(ABC):
         """The number of the parameter's entries."""
         return prod(self.shape)
 
-    def zeros(self) -> Tensor:
-        """What squares can be added to: the parameter's shape as a matrix, of at least float32."""
-        dtype = torch.promote_types(self.example.dtype, torch.float32)
-        shape = (self.shape[0], prod(self.shape[1:])) if len(self.shape) > 1 else (prod(self.shape),)
-        return torch.zeros(shape, dtype=dtype, device=self.device)
+    @property
+    def sum_shape(self) -> tuple[int, ...]:
+        """The shape of a sum of squares: that of the parameter, as a matrix if it has more dimensions."""
+        if len(self.shape) == 2:
+            return self.shape
+        return (self.shape[0], prod(self.shape[1:])) if len(self.shape) > 2 else (self.size,)
 
     @abstractmethod
     def dense(self, first: int, stop: int) -> Tensor:

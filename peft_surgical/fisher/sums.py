@@ -37,15 +37,39 @@ class TensorFisher:
     shares: Tensor
 
 
+class Zeros:
+    """Gives out zeros. Small tensors are parts of a few larger ones, for to fill each takes a launch."""
+
+    def __init__(self) -> None:
+        self._left: dict[tuple[torch.device, torch.dtype], tuple[Tensor, int]] = {}
+
+    def take(self, gradients: SampleGradients) -> Tensor:
+        """Zeros that squares of such gradients can be added to."""
+        shape, dtype = gradients.sum_shape, torch.promote_types(gradients.example.dtype, torch.float32)
+        size, device = gradients.size, gradients.device
+        if size >= _TOGETHER // 8:
+            return torch.zeros(shape, dtype=dtype, device=device)
+        whole, used = self._left.get((device, dtype), (None, 0))
+        if whole is None or used + size > _TOGETHER:
+            whole, used = torch.zeros(_TOGETHER, dtype=dtype, device=device), 0
+        self._left[device, dtype] = whole, used + -(-size // 64) * 64
+        return whole[used : used + size].view(shape)
+
+
+_TOGETHER = 2**18
+"""Entries of a tensor that small sums are taken from."""
+
+
 class DiagonalSum:
     """Sum over samples of the squared gradients of one parameter, entry by entry.
 
     Args:
         keeper: Keeps some entries of each sample's; None keeps none.
+        zeros: Where the sum is taken from.
     """
 
-    def __init__(self, keeper: EntryKeeper | None = None):
-        self.keeper = keeper
+    def __init__(self, keeper: EntryKeeper | None = None, zeros: Zeros | None = None):
+        self.keeper, self._zeros = keeper, zeros or Zeros()
         self.sum: Tensor | None = None
         self._kept = KeptEntries()
         self._seen = self._first = 0
@@ -57,7 +81,7 @@ class DiagonalSum:
     def add(self, gradients: SampleGradients, first: int, pending: PendingSquares) -> None:
         """Add the squared gradients of the samples of this batch from number `first` on."""
         if self.sum is None:
-            self.sum = gradients.zeros()
+            self.sum = self._zeros.take(gradients)
         gradients.add_squares(self.sum, pending)
         if self.keeper is not None:
             self.keeper.keep(self._kept, self._first + first, gradients, self.sum, pending)

@@ -143,18 +143,17 @@ def make_job(out: Tensor | None, grad_outputs: Tensor, inputs: Tensor, lengths: 
         lengths: (N,) int32 on their device; those of one launch must be one tensor.
     """
     g, a = _as_rows(grad_outputs), _as_rows(inputs)
-    (samples, tokens, height), width = g.shape, a.shape[2]
-    rows, columns = TILINGS[g.dtype.itemsize][:2]
+    (samples, tokens, height), width, device, size = g.shape, a.shape[2], g.device, g.dtype.itemsize
+    rows, columns = TILINGS[size][:2]
     tiles = math.ceil(height / rows) * math.ceil(width / columns)
     if out is None:
-        out = torch.empty(tiles, dtype=torch.float32, device=g.device)
+        out = torch.empty(tiles, dtype=torch.float32, device=device)
     if lengths is None:
-        lengths = _full_lengths(samples, tokens, g.device)
-    places, strides = (g.data_ptr(), a.data_ptr()), (g.stride(1), a.stride(1))
-    bulk = g.dtype.itemsize == 2 and _has_copy_engine(g.device)
-    bulk = bulk and all(place % 16 == 0 for place in places) and all(stride % 8 == 0 for stride in strides)
-    aligned = all(number % 16 == 0 for number in (height, width, *strides, *places))
-    kind = Kind(samples, tokens, lengths.data_ptr(), g.dtype, bulk, aligned, g.device)
+        lengths = _full_lengths(samples, tokens, device)
+    places, strides = g.data_ptr() | a.data_ptr(), g.stride(1) | a.stride(1)  # divisible if both are
+    bulk = size == 2 and places % 16 == 0 and strides % 8 == 0 and _has_copy_engine(device)
+    aligned = (height | width | strides | places) % 16 == 0
+    kind = Kind(samples, tokens, lengths.data_ptr(), g.dtype, bulk, aligned, device)
     return Job(out, g, a, lengths, (height, width), tiles), kind
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -49,6 +50,11 @@ class Unit:
     rule: Rule | None
     layouts: list[CallLayout]
     plain: bool = False
+
+    @cached_property
+    def size(self) -> int:
+        """The number of entries of its parameters."""
+        return sum(p.numel() for p in self.parameters.values())
 
 
 def find_units(
@@ -191,8 +197,10 @@ def is_inherited(module: nn.Module, rule: Rule) -> bool:
     """Whether a module computes its output as the class does that its rule was made for."""
     cls: Any = type(module)
     base = next((c for c in cls.__mro__ if RULES.get(c) is rule), cls)
+    if cls.forward is base.forward:
+        return True
     # the weight of a quantised module is what its output is linear in
-    return cls.forward is base.forward or any(not p.is_floating_point() or p.is_meta for p in module.parameters())
+    return any(not p.is_floating_point() or p.is_meta for p in module.parameters())
 
 
 def _agrees_with_autograd(module: nn.Module, rule: Rule, call: Call, layout: CallLayout | None) -> bool:

@@ -54,8 +54,8 @@ def aggregate(measurement: FisherMeasurement, aggregation: str) -> LayerScores:
 def _frobenius(tensors: Sequence[TensorFisher]) -> tuple[float, Tensor]:
     norm = sum(t.norm**2 for t in tensors) ** 0.5
     # |F| = sum_t <F_t, F_t> / |F|, and a tensor's shares add up to <F_t, F_t> / |F_t|
-    shares = torch.stack([t.shares * (t.norm / norm if norm else 0) for t in tensors]).sum(0)
-    return norm, shares
+    factors = torch.tensor([t.norm / norm if norm else 0 for t in tensors], dtype=torch.float64)
+    return norm, factors @ torch.stack([t.shares for t in tensors])
 
 
 def _frobenius_per_tensor(tensors: Sequence[TensorFisher]) -> tuple[float, Tensor]:
