@@ -1,4 +1,4 @@
-"""One GPU against several: throughput, memory, saving time and equality of the saved deltas.
+"""One GPU against several: throughput, memory, saving time, equality of the saved deltas, and the time to rank layers.
 
     python benchmarks/multi_gpu.py --gpus 1 2 --models bert-large llama-1b --engines ddp fsdp2 --output results.json
 
@@ -146,6 +146,11 @@ def run_worker(args: argparse.Namespace) -> None:
                 gc.collect()
                 if cuda:
                     torch.cuda.empty_cache()
+        if args.rank_samples:
+            result = measure_ranking(args, model, device)
+            if dist.get_rank() == 0:
+                Path(args.folder, f"{model}-ranking.json").write_text(json.dumps(result))
+                print(json.dumps(result), flush=True)
     dist.barrier()
     dist.destroy_process_group()
 
@@ -217,6 +222,38 @@ def measure(
     }
 
 
+def measure_ranking(args: argparse.Namespace, name: str, device: torch.device) -> dict[str, object]:
+    """Rank a model's layers on samples that are the same for any number of GPUs, each process its share."""
+    from peft_surgical import rank_layers
+
+    model = build(name, device)
+    generator = torch.Generator().manual_seed(3)
+    samples: list[dict[str, torch.Tensor]] = []
+    for _ in range(args.rank_samples):
+        ids = torch.randint(1000, 30000, (args.length,), generator=generator)
+        labels = torch.randint(0, 2, (), generator=generator) if name.startswith("bert") else ids
+        samples.append({"input_ids": ids, "labels": labels})
+    times = []
+    for _ in range(2):  # the first one compiles kernels
+        dist.barrier()
+        started = time.perf_counter()
+        ranking = rank_layers(model, samples, num_samples=len(samples), labels="given", progress=False)
+        times.append(time.perf_counter() - started)
+    rankings: list[list[float]] = [[]] * dist.get_world_size()
+    dist.all_gather_object(rankings, list(ranking.scores))
+    return {
+        "model": name,
+        "gpus": dist.get_world_size(),
+        "card": torch.cuda.get_device_name() if device.type == "cuda" else "CPU",
+        "samples": args.rank_samples,
+        "length": args.length,
+        "rank_seconds": times[-1],
+        "same_on_every_process": all(scores == rankings[0] for scores in rankings),
+        "scores": rankings[0],
+        "order": list(ranking.order),
+    }
+
+
 def difference(one: Path, other: Path) -> float | None:
     """The largest difference between the numbers of two saved adapters."""
     from safetensors.torch import load_file
@@ -238,6 +275,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=16, help="samples per GPU in the timed steps")
     parser.add_argument("--length", type=int, default=128)
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--rank-samples", type=int, default=0, help="also rank the layers on so many samples")
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results/multi_gpu.json"))
     parser.add_argument("--folder", help=argparse.SUPPRESS)  # given when this script calls itself
     args = parser.parse_args()
@@ -245,23 +283,26 @@ def main() -> None:
         run_worker(args)
         return
 
-    results = []
+    results, rankings = [], []
     with tempfile.TemporaryDirectory() as scratch:
         for gpus in args.gpus:
             folder = Path(scratch, str(gpus))
             folder.mkdir()
             command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={gpus}"]
-            command += ["--master_port=29777", __file__, "--folder", str(folder), "--batch", str(args.batch)]
+            command += ["--standalone", __file__, "--folder", str(folder), "--batch", str(args.batch)]
             command += ["--length", str(args.length), "--steps", str(args.steps), "--models", *args.models]
+            command += ["--rank-samples", str(args.rank_samples)]
             command += ["--engines", *args.engines, "--methods", *args.methods]
             subprocess.run(command, check=True, timeout=1800)
             for file in sorted(folder.glob("*/result.json")):
                 result = json.loads(file.read_text())
                 first = Path(scratch, str(args.gpus[0]), file.parent.name)
                 results.append({**result, "difference_to_first": difference(first, file.parent)})
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    args.output.write_text(json.dumps(results, indent=1))
+            rankings += [json.loads(file.read_text()) for file in sorted(folder.glob("*-ranking.json"))]
+            args.output.parent.mkdir(parents=True, exist_ok=True)
+            args.output.write_text(json.dumps(results + rankings, indent=1))  # so far
     print_table(results, args.gpus)
+    print_rankings(rankings)
 
 
 def print_table(results: list[dict], gpus: list[int]) -> None:
@@ -280,6 +321,19 @@ def print_table(results: list[dict], gpus: list[int]) -> None:
             f"{r['model']:<11}{r['engine']:<7}{r['method']:<16}{r['gpus']:>5}{1e3 * r['step_seconds']:>9.1f}"
             f"{r['samples_per_second']:>11.1f}{own:>11.2f}{of_lora:>9.2f}{r['peak_bytes_per_gpu'] / 1e9:>8.2f}"
             f"{r['save_seconds']:>8.2f}{change:>12}"
+        )
+
+
+def print_rankings(rankings: list[dict]) -> None:
+    first: dict[str, dict] = {}
+    for r in rankings:
+        one = first.setdefault(r["model"], r)
+        change = max(abs(a - b) / abs(b) for a, b in zip(r["scores"], one["scores"], strict=True))
+        share = r["rank_seconds"] / one["rank_seconds"]
+        print(
+            f"{r['model']:<11}ranking on {r['samples']} x {r['length']} tokens, {r['gpus']} GPUs: "
+            f"{r['rank_seconds']:.2f} s, {share:.2f} of {one['gpus']} GPU, scores within {change:.1e}, "
+            f"the same on every process: {r['same_on_every_process']}"
         )
 
 
