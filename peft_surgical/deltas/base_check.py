@@ -182,9 +182,31 @@ def check_tensors(
             )
 
 
+def check_gathered(tensors: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Size], *, source: str) -> None:
+    """Check that tensors which are to be saved are whole.
+
+    Args:
+        tensors: The tensors, by name.
+        expected: The shapes that they should have.
+        source: What to call them in errors.
+
+    Raises:
+        ValueError: One is a process's share of a sharded tensor. The message names it.
+    """
+    partial = [name for name, tensor in tensors.items() if 0 < tensor.numel() < expected[name].numel()]
+    for name in sharded(tensors) + partial:
+        raise ValueError(f"{source}: the tensor {name!r} is one process's share of it. {_GATHER}")
+
+
+def sharded(tensors: Mapping[str, torch.Tensor]) -> list[str]:
+    """The names of the tensors that are spread over processes and say so, as those of FSDP2 do."""
+    return [name for name, t in tensors.items() if hasattr(t, "full_tensor") or hasattr(t, "local_shards")]
+
+
 _GATHER = (
     "Sharded weights must be gathered before they are saved: "
-    "model.save_pretrained(path, state_dict=accelerator.get_state_dict(model))."
+    "model.save_pretrained(path, state_dict=accelerator.get_state_dict(model), "
+    "is_main_process=accelerator.is_main_process). Trainer does so with fsdp_state_dict_type: FULL_STATE_DICT."
 )
 
 

@@ -23,6 +23,7 @@ from peft_surgical.ranking.heads import redrawn_head
 from peft_surgical.ranking.layer_ranking import LayerRanking
 from peft_surgical.ranking.scores import Score, ScoreRequest, find_score
 from peft_surgical.ranking.uncertainty import Uncertainty, estimate_uncertainty, kendall_tau
+from peft_surgical.sharding import check_not_prepared
 
 
 def rank_layers(
@@ -95,6 +96,7 @@ def rank_layers(
     chosen = find_score(score)
     if aggregation not in AGGREGATIONS:
         raise ValueError(f"aggregation={aggregation!r} is unknown; allowed are {', '.join(map(repr, AGGREGATIONS))}.")
+    check_not_prepared(model, "rank_layers", but_for="DDP")
     base, layers = unwrap(model), choose_stack(model, stack)
     record = _record(base, score, chosen, seed=seed)
     batches: list[Batch] = []

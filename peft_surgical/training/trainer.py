@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from transformers import PrinterCallback, Trainer, TrainingArguments
 
+from peft_surgical.sharding import shard_by_layer
 from peft_surgical.training.folder import CHECKPOINTS
 from peft_surgical.training.job import TrainingJob
 from peft_surgical.training.metrics import compute_metrics
@@ -42,6 +43,7 @@ def make_trainer(model: nn.Module, arguments: TrainingArguments, collator: Any, 
     # of accumulated batches
     trainer.model_accepts_loss_kwargs = False
     trainer.remove_callback(PrinterCallback)
+    shard_by_layer(trainer.accelerator, model)
     return trainer
 
 

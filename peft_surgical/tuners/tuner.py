@@ -18,12 +18,21 @@ from peft.tuners.tuners_utils import (
 from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn
 
-from peft_surgical.deltas.base_check import check_base, check_file, check_tensors, describe_base
+from peft_surgical.deltas.base_check import (
+    check_base,
+    check_file,
+    check_gathered,
+    check_tensors,
+    describe_base,
+    sharded,
+)
 from peft_surgical.deltas.encoded_tensors import decode_state, encode_state
+from peft_surgical.fisher.processes import process_number
 from peft_surgical.modules.mixed_batch import adapter_names_in_forward
 from peft_surgical.modules.tied_weights import note_untied
 from peft_surgical.modules.tuned_module import TunedModule, TunedOwner
 from peft_surgical.modules.units import innermost_tuned, original_tensor
+from peft_surgical.sharding import check_not_prepared
 from peft_surgical.tuners.adapter_state import as_live, embedding_tensors, live_tensors, prefix_of_peft_model
 from peft_surgical.tuners.gradient_checkpointing import BackwardStart
 from peft_surgical.tuners.report import TuningReport, tuning_report
@@ -53,6 +62,7 @@ class DeltaTuner(BaseTuner):
 
     def _prepare_model(self, peft_config: Any, model: nn.Module) -> None:
         """Resolve what the config means on this model, and check what is loaded. Nothing is changed before this."""
+        check_not_prepared(model, "get_peft_model, PeftModel.from_pretrained or load_adapter")
         if not hasattr(self, "_labels_of_base"):
             self._labels_of_base = label_settings(model)
         heads = [*(peft_config.modules_to_save or []), *head_names(model, peft_config.task_type)]
@@ -333,7 +343,15 @@ class DeltaTuner(BaseTuner):
                 name: state_dict[name] for name in expected if name in state_dict and ".modules_to_save." not in name
             }
         heads = {name: tensor for name, tensor in state_dict.items() if name in expected}
-        shapes = {name: torch.Size(tensor.shape) for name, tensor in {**found, **heads}.items() if name in expected}
+        present = {name: tensor for name, tensor in {**found, **heads}.items() if name in expected}
+        shapes = {name: torch.Size(tensor.shape) for name, tensor in present.items()}
+        if process_number() and (shapes != expected or sharded(present)):
+            # the first process has the gathered weights and writes them; what stands for them here cannot be written
+            live = live_tensors(model, adapter_name)
+            wanted = cls._wanted_shapes(config, adapter_name, live)
+            state_dict.update({name: torch.empty(wanted[name], device="meta") for name in live})
+            return {name: state_dict[name] for name in live if ".modules_to_save." not in name}
+        check_gathered(present, expected, source=f"The state of adapter {adapter_name!r}")
         check_tensors(shapes, expected, source=f"The state of adapter {adapter_name!r}")
         return encode_state(model, adapter_name, found, config.encoding, state_dict)
 

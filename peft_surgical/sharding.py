@@ -1,0 +1,76 @@
+"""What a model has to be like before and after the engines of distributed training take it over."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from peft_surgical.layers import find_stacks
+
+
+_ENGINES = {  # by the class that the engine gives a module, or wraps it in
+    "DistributedDataParallel": "DDP",
+    "FSDPModule": "FSDP2",
+    "FullyShardedDataParallel": "FSDP1",
+    "DeepSpeedEngine": "DeepSpeed",
+}
+
+
+def engine_of(model: nn.Module) -> str | None:
+    """The engine of distributed training that a model was prepared for, or None.
+
+    What DDP and ZeRO-1/2 hold of a model cannot be told from the model inside their wrappers.
+
+    Example:
+
+        >>> engine_of(nn.Linear(2, 2)) is None
+        True
+    """
+    for module in model.modules():
+        if "ds_id" in module.__dict__:
+            return "DeepSpeed"
+        for cls in type(module).__mro__:
+            if cls.__name__ in _ENGINES:
+                return _ENGINES[cls.__name__]
+    return None
+
+
+def check_not_prepared(model: nn.Module, action: str, *, but_for: str | None = None) -> None:
+    """Check that no engine has taken a model over.
+
+    Args:
+        model: The model.
+        action: What is to be done to it, to say so.
+        but_for: An engine that does no harm.
+
+    Raises:
+        ValueError: An engine has. The message names it and the right order.
+    """
+    engine = engine_of(model)
+    if engine not in (None, but_for):
+        raise ValueError(
+            f"The model is prepared for {engine} already: {action} comes first, "
+            "accelerator.prepare(model) or Trainer.train() second."
+        )
+
+
+def shard_by_layer(accelerator: Any, model: nn.Module) -> None:
+    """Let FSDP make a unit of each transformer layer, if the launch named no classes. Other engines need nothing.
+
+    accelerate goes by the model's own list, which for some families has the embeddings too; FSDP2 cannot take those
+    twice. Call it before `accelerator.prepare(model)`.
+
+    Args:
+        accelerator: accelerate's `Accelerator`, also that of a `Trainer`.
+        model: The model, with or without adapters.
+
+    Example:
+
+        >>> from accelerate import Accelerator
+        >>> shard_by_layer(Accelerator(cpu=True), nn.Linear(2, 2))
+    """
+    plugin = getattr(accelerator.state, "fsdp_plugin", None)
+    if plugin is not None and not plugin.transformer_cls_names_to_wrap:
+        layers = [layer.module for stack in find_stacks(model).values() for layer in stack.layers]
+        plugin.transformer_cls_names_to_wrap = list(dict.fromkeys(type(layer).__name__ for layer in layers))
