@@ -26,7 +26,9 @@ from peft_surgical.ranking.rank import rank_layers
 RANDOM_DRAWS = 5
 SAMPLE_SIZES = (1, 10, 30, 100, 300, 1000)
 REFERENCE_SIZE = 2000
-SAMPLE_DRAWS = 5
+SAMPLE_DRAWS = 3
+LEFT_OUT = ("samples", "model", "versions")
+"""What a ranking's record repeats, or what is long."""
 TRACKED = (0.0, 0.2, 0.5, 0.8, 1.0)
 """Fractions of the training at which the paper ranks the layers: epochs 0, 2, 5, 8 and 10 of 10."""
 
@@ -79,8 +81,9 @@ class Place:
 
     def rankings(self, task: str, seed: int) -> dict[str, dict[str, Any]]:
         """The rankings of a task so far, by score."""
-        found = records.read(self.results / "rankings.jsonl")
-        return {r["score"]: r for r in found if (r["task"], r["seed"]) == (task, seed)}
+        found = [r for r in records.read(self.results / "rankings.jsonl") if r["task"] == task]
+        shared = {r["score"]: r for r in found if r["seed"] == 0 and r["score"] in criteria.COSTLY}
+        return shared | {r["score"]: r for r in found if r["seed"] == seed}
 
     def is_done(self, kind: str, task: str, seed: int) -> bool:
         """Whether there is a result of one of the kinds `track` and `samples`."""
@@ -126,7 +129,8 @@ def train_job(place: Place, job: Job) -> None:
     trainees = []
     for tuning, rate in zip(job.items, job.rates, strict=True):
         torch.manual_seed(job.seed)
-        trainees.append(Trainee(methods.adapt(copy.deepcopy(base), tuning), rate))
+        adapted = methods.adapt(copy.deepcopy(base), tuning)
+        trainees.append(Trainee(training.halve_frozen(adapted), rate))
     training.fit(trainees, task, data.train, data.held_out, seed=job.seed)
     for tuning, trainee in zip(job.items, trainees, strict=True):
         assert trainee.best is not None
@@ -169,6 +173,7 @@ def rank_job(place: Place, job: Job) -> None:
             errors.append(f"{score}: {type(error).__name__}: {error}")
             continue
         result = {
+            "model": Path(place.model).name,
             "task": job.task,
             "seed": job.seed,
             "score": score,
@@ -176,7 +181,7 @@ def rank_job(place: Place, job: Job) -> None:
             "scores": ranking.scores,
             "split_half_tau": ranking.split_half_tau,
             "seconds": time.perf_counter() - began,
-            "record": {key: value for key, value in ranking.record.items() if key != "samples"},
+            "record": {key: value for key, value in ranking.record.items() if key not in LEFT_OUT},
             **surroundings(place),
         }
         records.append(place.results / "rankings.jsonl", result)

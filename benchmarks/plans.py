@@ -14,8 +14,6 @@ from jobs import RANDOM_DRAWS, Job, Place
 
 RATE_TASKS = ("rte", "mrpc", "cola")
 LIBRARY_SCORES = ("fisher", "grad_norm", "rgn", "snr", "last", "first")
-CHEAP_CRITERIA = ("middle", "alternate", "published_code")
-COSTLY_CRITERIA = tuple(score for score in criteria.CRITERIA if score not in CHEAP_CRITERIA)
 CHOOSE_ON = ("multirc", "cola", "wic", "rte", "wsc", "cb")
 CONFIRM_ON = ("sst2", "stsb", "mrpc", "wnli", "copa")
 """A criterion is chosen on the first half of the tasks and confirmed on the second. Tasks sorted by the number of
@@ -24,7 +22,7 @@ their training rows were dealt out in turn, before any run."""
 RANK_WEIGHT = {"probe": 4.0, "probe_window": 6.0, "rewind": 1.5, "kernel": 1.5, "kernel_greedy": 1.5}
 """How long some rankings take, relative to training one model."""
 
-TOKENS_IN_STEP, MOST_IN_STEP = 20_000, 5
+TOKENS_IN_STEP, MOST_IN_STEP = 32_000, 5
 """How many models are trained in step: as many as fit into so many tokens, and no more than this."""
 
 
@@ -46,7 +44,7 @@ def plans(question: str, depth: int) -> list[str]:
             *("spafit-2-4-I", "spafit-2-4-II", "spafit-4-6-I", "spafit-4-6-II", "spafit-4-8-II", "spafit-2-7-II"),
             *(f"strata-II-lora:{seven}-bitfit:{two}/{score}" for score in ("fisher", "middle")),
         ],
-        "8": [f"{score}:{k}" for score in ("middle", "alternate", *COSTLY_CRITERIA)] + [f"fisher:{-k}"],
+        "8": [f"{score}:{k}" for score in ("middle", "alternate", *criteria.COSTLY)] + [f"fisher:{-k}"],
         "5": ["head", *(f"last:{n}" for n in range(1, depth + 1))],
         "3": [f"published_code:{n}" for n in (k, 1)],
     }[question]
@@ -78,7 +76,7 @@ def weight(place: Place, task: str, models_in_step: int) -> float:
     made, lengths = tasks.TASKS[task], place.lengths(task)
     steps = made.epochs * len(lengths) / made.batch
     tokens = made.batch * float(lengths.float().mean()) * (1 + made.choices)
-    return 3 + steps * (0.002 + models_in_step * (0.001 + 1.5e-6 * tokens))
+    return 4 + models_in_step * (1 + steps * (0.0025 + 1.2e-6 * tokens))
 
 
 def plan_jobs(place: Place, questions: Sequence[str], chosen: Sequence[str], seeds: Sequence[int]) -> list[Job]:
@@ -133,4 +131,4 @@ def alternate(depth: int) -> list[int]:
 def all_scores() -> list[str]:
     """All scores that layers are ranked by."""
     random = [f"random{draw}" for draw in range(RANDOM_DRAWS)]
-    return [*LIBRARY_SCORES, *random, *CHEAP_CRITERIA, *COSTLY_CRITERIA]
+    return [*LIBRARY_SCORES, *random, *criteria.CRITERIA]

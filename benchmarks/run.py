@@ -8,8 +8,8 @@
     rates       choose a learning rate for each family of methods
     rank        rank the layers of all tasks by all scores
     train       train and evaluate what some --questions compare
-    track       rank the layers while the model is tuned (not in `all`)
-    samples     rank the layers from few samples (not in `all`)
+    samples     rank the layers from few samples (in `all` with the first seed)
+    track       rank the layers while the model is tuned (in `all` with the first seed)
     cost        time and memory of a training step (not in `all`)
 
 Results are JSON below `--results`, runs and rankings one a line. What is there already is not run again. Several GPUs
@@ -24,20 +24,19 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import criteria
 import methods
 import tasks
 import torch
 import transformers
 from jobs import Job, Place
 from plans import (
-    COSTLY_CRITERIA,
     RANK_WEIGHT,
     RATE_TASKS,
     all_scores,
     alternate,
     choose_rates,
     plan_jobs,
-    plans,
     train_jobs,
     weight,
 )
@@ -81,7 +80,7 @@ def rank_jobs(place: Place, chosen: Sequence[str], scores: Sequence[str], seed: 
     for task in chosen:
         known = place.rankings(task, seed)
         missing = [score for score in scores if score not in known]
-        costly = [score for score in missing if score in COSTLY_CRITERIA]
+        costly = [score for score in missing if score in criteria.COSTLY]
         groups = [tuple(s for s in missing if s not in costly), *((s,) for s in costly)]
         whole = weight(place, task, 1)
         jobs += [
@@ -105,12 +104,16 @@ def phases(place: Place, options: argparse.Namespace) -> Iterator[list[Job]]:
         yield rate_jobs(place) + first
         choose_rates(place)
     if options.command in ("train", "all"):
-        for seed, following in zip(seeds, [*seeds[1:], None], strict=True):
-            ahead = following is not None and options.command == "all"
-            yield [
-                *plan_jobs(place, options.questions, options.tasks, [seed]),
-                *(rank_jobs(place, options.tasks, scores, following) if ahead else []),
-            ]
+        for number, seed in enumerate(seeds):
+            jobs = plan_jobs(place, options.questions, options.tasks, [seed])
+            if options.command == "all":
+                jobs += [
+                    job for kind in ("samples", "track") for job in other_jobs(place, kind, options.tasks, seeds[0])
+                ]
+                jobs += [
+                    job for later in seeds[number + 1 :][:1] for job in rank_jobs(place, options.tasks, scores, later)
+                ]
+            yield jobs
     for seed in seeds:
         if options.command == "rank":
             yield rank_jobs(place, options.tasks, scores, seed)
@@ -134,7 +137,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         check(place, options.processes)
     elif options.command == "cost":
         orders = {"last": range(place.depth)[::-1], "middle": [3, 4, 5, 6, 7]}
-        wanted = [p for q in "16" for p in plans(q, place.depth) if ":" not in p]
+        wanted = ["full", "head", "bitfit", "lora-I", "lora-II", "spafit-2-4-I", "spafit-2-4-II"]
         wanted += [
             methods.resolve(p, orders) for p in ("middle:5", "last:1", "last:3", "last:5", f"last:{place.depth}")
         ]

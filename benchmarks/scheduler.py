@@ -16,6 +16,9 @@ import transformers
 from jobs import JOBS, Job, Place
 
 
+OUT_OF_MEMORY = "out of memory"
+
+
 @dataclass
 class Worker:
     """A process that does one job after the other."""
@@ -27,33 +30,37 @@ class Worker:
 
 
 def work(place: Place, pipe: Connection) -> None:
-    """What a process does: take a job, do it, say how it went; None ends it."""
+    """What a process does: take a job, do it, say how it went; None ends it, and so does an error.
+
+    After an error, in the midst of a CUDA graph say, the state of the device is unknown.
+    """
     quiet()
     torch.set_num_threads(1)
     while (job := pipe.recv()) is not None:
-        error = ""
         try:
-            _do(place, job)
-        except Exception:
-            error = traceback.format_exc()
-        pipe.send(error)
+            do(place, job)
+        except Exception as error:
+            full = isinstance(error, torch.OutOfMemoryError)
+            pipe.send(OUT_OF_MEMORY if full else traceback.format_exc())
+            return
+        pipe.send("")
 
 
-def _do(place: Place, job: Job) -> None:
-    """Do a job; if the memory does not suffice, in two halves."""
-    try:
-        JOBS[job.kind](place, job)
-        return
-    except torch.OutOfMemoryError:
-        if job.kind != "train" or len(job.items) == 1:
-            raise
-    finally:
-        gc.collect()
-        if place.device == "cuda":
-            torch.cuda.empty_cache()
-    half = len(job.items) // 2
-    for part in (slice(half), slice(half, None)):
-        _do(place, replace(job, items=job.items[part], rates=job.rates[part]))
+def do(place: Place, job: Job) -> None:
+    """Do a job, and give back its memory."""
+    JOBS[job.kind](place, job)
+    gc.collect()
+    if place.device == "cuda":
+        torch.cuda.empty_cache()
+
+
+def halves(job: Job) -> list[Job]:
+    """A job as two, for which the memory may suffice; nothing if it cannot be split."""
+    if job.kind != "train" or len(job.items) == 1:
+        return []
+    middle = len(job.items) // 2
+    parts = (slice(middle), slice(middle, None))
+    return [replace(job, items=job.items[p], rates=job.rates[p], weight=job.weight / 2) for p in parts]
 
 
 class Pool:
@@ -71,23 +78,26 @@ class Pool:
         self.paces: list[float] = []
 
     def __enter__(self) -> Pool:
-        context = multiprocessing.get_context("spawn")
+        self.workers = [self._start(number) for number in range(self.processes)]
+        return self
+
+    def _start(self, number: int) -> Worker:
+        """A new process; it sees one GPU."""
         gpus = torch.cuda.device_count() if self.place.device == "cuda" else 0
         shown = os.environ.get("CUDA_VISIBLE_DEVICES")
-        ids = shown.split(",") if shown else [str(number) for number in range(gpus)]
-        for number in range(self.processes):
-            if gpus:
-                os.environ["CUDA_VISIBLE_DEVICES"] = ids[number % gpus]
-            pipe, other = context.Pipe()
-            process = context.Process(target=work, args=(self.place, other), daemon=True)
-            process.start()
-            other.close()
-            self.workers.append(Worker(process, pipe))
-        if shown is None:
-            os.environ.pop("CUDA_VISIBLE_DEVICES", None)
-        else:
+        if gpus:
+            every = shown.split(",") if shown else [str(gpu) for gpu in range(gpus)]
+            os.environ["CUDA_VISIBLE_DEVICES"] = every[number % gpus]
+        context = multiprocessing.get_context("spawn")
+        pipe, other = context.Pipe()
+        process = context.Process(target=work, args=(self.place, other), daemon=True)
+        process.start()
+        other.close()
+        if shown is not None:
             os.environ["CUDA_VISIBLE_DEVICES"] = shown
-        return self
+        elif gpus:
+            del os.environ["CUDA_VISIBLE_DEVICES"]
+        return Worker(process, pipe)
 
     def __exit__(self, *_: object) -> None:
         for worker in self.workers:
@@ -108,14 +118,14 @@ class Pool:
         """
         if not self.processes:
             for job in jobs:
-                _do(self.place, job)
+                do(self.place, job)
             return
         began, queue, done = time.monotonic(), list(jobs), 0
         while True:
             left = self.until - time.monotonic()
             pace = sorted(self.paces)[len(self.paces) // 2] if self.paces else 0.0
             for worker in self.workers:
-                if worker.job is None and worker.process.is_alive():
+                if worker.job is None:
                     worker.job = next_job(queue, left / pace if pace else float("inf"))
                     if worker.job is not None:
                         worker.began = time.monotonic()
@@ -130,12 +140,17 @@ class Pool:
                     error = worker.pipe.recv()
                 except EOFError:
                     error = "the process ended"
-                    worker.process.join()
                 print(f"{time.monotonic() - began:6.0f} s  {took:6.1f} s  {worker.job} {error}", flush=True)
                 if not error:
                     done += 1
                     self.paces.append(took / worker.job.weight)
-                worker.job = None
+                    worker.job = None
+                    continue
+                if error == OUT_OF_MEMORY:
+                    queue += halves(worker.job)
+                worker.process.join()
+                number = self.workers.index(worker)
+                self.workers[number] = self._start(number)
         print(f"{done} of {len(jobs)} jobs done after {time.monotonic() - began:.0f} s", flush=True)
 
 

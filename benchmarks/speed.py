@@ -6,7 +6,8 @@ import copy
 import gc
 import multiprocessing
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import methods
 import records
@@ -67,14 +68,15 @@ def _speed(place: Place, task: str, count: int, graphs: bool, epochs: int = 4) -
     base = place.load(task, 0)
     first = place.depth // 4
     tuning = methods.layers_name(range(first, first + max(1, place.depth * 5 // 12)))
-    trainees = [Trainee(methods.adapt(copy.deepcopy(base), tuning), 5e-5) for _ in range(count)]
+    adapted = [methods.adapt(copy.deepcopy(base), tuning) for _ in range(count)]
+    trainees = [Trainee(training.halve_frozen(model), 5e-5) for model in adapted]
     times, done = [time.perf_counter()], 0
     for steps in training.train(trainees, rows, batch=made.batch, epochs=epochs, seed=0, graphs=graphs):
         done = steps
         _wait()
         times.append(time.perf_counter())
     memory = torch.cuda.max_memory_reserved() / 2**30 if place.device == "cuda" else 0.0
-    del trainees
+    del trainees, adapted
     gc.collect()
     if place.device == "cuda":
         torch.cuda.empty_cache()
@@ -91,33 +93,53 @@ def _wait() -> None:
         torch.cuda.synchronize()
 
 
-def cost(place: Place, tunings: Sequence[str], length: int = 128, batch: int = 32, steps: int = 30) -> None:
-    """Time and memory of a training step of each method, one after the other on an idle device."""
+def cost(place: Place, tunings: Sequence[str], length: int = 128, batch: int = 32, steps: int = 12) -> None:
+    """Time and memory of a training step of each method, one after the other on an idle device.
+
+    A plain step, which on a GPU mostly waits for the CPU to launch kernels, and the replay of its CUDA graph, which is
+    what the GPU itself needs.
+    """
     found = {}
     for tuning in tunings:
-        base = place.load("rte", 0)
-        trainee = Trainee(methods.adapt(base, tuning), 1e-5)
+        adapted = methods.adapt(place.load("rte", 0), tuning)
+        trainee = Trainee(training.halve_frozen(adapted), 1e-5)
         trainee.model.train()
         inputs = {
             "input_ids": torch.randint(1000, 20000, (batch, length), device=place.device),
             "attention_mask": torch.ones(batch, length, dtype=torch.long, device=place.device),
         }
         labels = torch.zeros(batch, dtype=torch.long, device=place.device)
-        times = []
-        for step in range(steps + 5):
-            _wait()
-            if step == 5 and place.device == "cuda":
-                torch.cuda.reset_peak_memory_stats()
-            began = time.perf_counter()
-            trainee.step(inputs, labels)
-            _wait()
-            times.append(time.perf_counter() - began)
-        memory = torch.cuda.max_memory_allocated() if place.device == "cuda" else None
-        middle = sorted(times[5:])[steps // 2]
-        found[tuning] = {"step_seconds": middle, "peak_bytes": memory, **methods.size(trainee.model)}
+        plain = _median_seconds(partial(trainee.step, inputs, labels), steps)
+        memory, replayed = None, None
+        if place.device == "cuda":
+            memory = torch.cuda.max_memory_allocated()
+            graph = training.Together([trainee], graphs=True)
+            replayed = _median_seconds(partial(graph.step, inputs, labels), steps)
+            graph.close()
+        found[tuning] = {
+            "step_seconds": plain,
+            "graph_seconds": replayed,
+            "peak_bytes": memory,
+            **methods.size(trainee.model),
+        }
         print(tuning, found[tuning], flush=True)
-        del trainee, base
+        del trainee, adapted
         gc.collect()
     records.write(
-        place.results / "cost.json", {"length": length, "batch": batch, "methods": found, **surroundings(place)}
+        place.results / "cost.json",
+        {"length": length, "batch": batch, "methods": found, **surroundings(place)},
     )
+
+
+def _median_seconds(step: Callable[[], None], steps: int) -> float:
+    """The median time of a step after three, and memory counted from then on."""
+    times = []
+    for number in range(steps + 3):
+        _wait()
+        if number == 3 and torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
+        began = time.perf_counter()
+        step()
+        _wait()
+        times.append(time.perf_counter() - began)
+    return sorted(times[3:])[steps // 2]

@@ -16,6 +16,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
+import criteria
 import methods
 import numpy as np
 import pandas as pd
@@ -50,8 +51,11 @@ class Results:
         }
         self.seeds = sorted({seed for _, _, seed in self.runs})
         self.rankings: dict[tuple[str, int], dict[str, dict]] = {}
-        for ranking in records.read(folder / "rankings.jsonl"):
-            self.rankings.setdefault((ranking["task"], ranking["seed"]), {})[ranking["score"]] = ranking
+        ranked = records.read(folder / "rankings.jsonl")
+        for seed in self.seeds:
+            for r in ranked:
+                if r["seed"] == seed or (r["seed"] == 0 and r["score"] in criteria.COSTLY):
+                    self.rankings.setdefault((r["task"], seed), {})[r["score"]] = r
         self.depth = max((len(r["order"]) for ranked in self.rankings.values() for r in ranked.values()), default=12)
         self.k = max(1, self.depth * 5 // 12)
         self.tasks = [task for task in tasks.TASKS if any(key[0] == task for key in self.runs)]
@@ -237,7 +241,7 @@ def criteria_plans(results: Results) -> dict[str, str]:
     k = results.k
     scores = ("fisher", "last", "grad_norm", "rgn", "snr", "published_code", "middle", "alternate")
     named = {"full": "full", "random": "random"}
-    named |= {f"{score}:{k}": score for score in (*scores, *plans.COSTLY_CRITERIA)}
+    named |= {f"{score}:{k}": score for score in (*scores, *criteria.COSTLY)}
     return {**named, f"fisher:{-k}": "lowest Fisher", "lora-II": "LoRA-II", "head": "head alone"}
 
 
@@ -249,7 +253,7 @@ def criteria_by_task(results: Results) -> str:
 def chosen_layers(results: Results) -> str:
     """The layers that each score chooses."""
     k, rows = results.k, []
-    for score in ("fisher", "published_code", "grad_norm", "rgn", "snr", *plans.COSTLY_CRITERIA):
+    for score in ("fisher", "published_code", "grad_norm", "rgn", "snr", *criteria.COSTLY):
         cells = []
         for task in results.tasks:
             ranking = results.rankings.get((task, 0), {}).get(score)

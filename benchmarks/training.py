@@ -16,14 +16,16 @@ import torch
 from tasks import PAD_TO, Rows, Task, score
 from torch import Tensor, nn
 
+from peft_surgical.modules.tuned_module import TunedModule
+
 
 WEIGHT_DECAY = 0.01
 WARM_UP = 0.06
 CLIP = 1.0
 PATIENCE = 3
 GRAPHS = "NO_GRAPHS" not in os.environ
-LENGTHS = 4
-"""Batches are padded to one of so many lengths."""
+QUANTILES = (0.25, 0.5, 0.75, 0.9, 1.0)
+"""Batches are padded to one of a few lengths: these quantiles of the rows' own."""
 
 
 class Trainee:
@@ -104,6 +106,16 @@ class Best:
     weights: list[Tensor] = field(repr=False)
 
 
+def halve_frozen(model: nn.Module) -> nn.Module:
+    """Keep what autocast rounds to bfloat16 in every step rounded: the weights of linear modules that are frozen."""
+    for parent in model.modules():
+        for child in parent.children():
+            frozen = not any(p.requires_grad for p in child.parameters())
+            if type(child) is nn.Linear and frozen and not isinstance(parent, TunedModule):
+                child.to(torch.bfloat16)
+    return model
+
+
 def logits_of(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
     """Run a model under bfloat16 autocast; float32 logits, (rows, outputs)."""
     device = next(iter(inputs.values())).device.type
@@ -152,18 +164,21 @@ def train(
     torch.manual_seed(seed)
     lengths = batch_lengths(rows)
     per_epoch = math.ceil(len(rows) / batch)
-    together = _Together(trainees, GRAPHS and rows.labels.is_cuda if graphs is None else graphs)
-    done = 0
-    for _ in range(epochs):
-        for trainee in trainees:
-            trainee.model.train()
-        for index, length in draw_batches(rows.lengths.cpu(), batch, lengths, generator):
-            done += 1
+    together = Together(trainees, GRAPHS and rows.labels.is_cuda if graphs is None else graphs)
+    done, lengths_of_rows = 0, rows.lengths.cpu()
+    try:
+        for _ in range(epochs):
             for trainee in trainees:
-                trainee.set_rate(schedule(done, epochs * per_epoch))
-            index = index.to(rows.labels.device, non_blocking=True)
-            together.step(cut(rows, index, length), rows.labels[index])
-        yield per_epoch
+                trainee.model.train()
+            for index, length in draw_batches(lengths_of_rows, batch, lengths, generator):
+                done += 1
+                for trainee in trainees:
+                    trainee.set_rate(schedule(done, epochs * per_epoch))
+                index = index.to(rows.labels.device, non_blocking=True)
+                together.step(cut(rows, index, length), rows.labels[index])
+            yield per_epoch
+    finally:
+        together.close()
 
 
 def fit(trainees: Sequence[Trainee], task: Task, rows: Rows, held_out: Rows, *, seed: int, graphs: bool | None = None):
@@ -187,8 +202,8 @@ def schedule(step: int, steps: int) -> float:
 
 
 def batch_lengths(rows: Rows) -> list[int]:
-    """The few lengths that batches are padded to: quantiles of the rows' own."""
-    longest = rows.lengths.float().cpu().quantile(torch.arange(1, LENGTHS + 1) / LENGTHS)
+    """The few lengths that batches are padded to."""
+    longest = rows.lengths.float().cpu().quantile(torch.tensor(QUANTILES))
     return sorted({_round_up(math.ceil(length)) for length in longest.tolist()})
 
 
@@ -225,7 +240,7 @@ def _round_up(length: int) -> int:
     return -(-length // PAD_TO) * PAD_TO
 
 
-class _Together:
+class Together:
     """One step of all models, as a CUDA graph for each length of batches where that is possible."""
 
     def __init__(self, trainees: Sequence[Trainee], graphs: bool):
@@ -250,6 +265,14 @@ class _Together:
         if shape not in self.captured:
             self.captured[shape] = self._capture(shape)
         self.captured[shape].replay()
+
+    def close(self) -> None:
+        """Give back the memory of the graphs, also to other processes."""
+        if self.captured:
+            torch.cuda.synchronize()
+            self.captured.clear()
+            self.static.clear()
+            torch.cuda.empty_cache()
 
     def _capture(self, shape: tuple[int, ...]) -> torch.cuda.CUDAGraph:
         torch.cuda.synchronize()
