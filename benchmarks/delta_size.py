@@ -35,6 +35,7 @@ import tasks
 import torch
 import training
 import transformers
+from device import device_name, result_file
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 
@@ -254,11 +255,10 @@ def main() -> None:
         "rows_at_most": options.rows,
         "epochs_at_most": options.epochs,
         "rates": RATES,
-        "device": torch.cuda.get_device_name() if device == "cuda" else "CPU",
+        "device": device_name(),
         "versions": {name: version(name) for name in ("torch", "transformers", "peft")},
     }
-    options.output.mkdir(parents=True, exist_ok=True)
-    file = options.output / f"delta_size-{record['device'].replace(' ', '-')}.json"
+    file = result_file(options.output, "delta_size")
     steps = {name: len(setting.splits(name).train) * setting.task(name).epochs for name in options.tasks}
     record["times"] = times(setting, options.tasks[0])
     print(f"{time.monotonic() - began:5.0f} s  times of {options.tasks[0]}", flush=True)
@@ -280,6 +280,8 @@ def main() -> None:
         for process in list(pool._processes.values()):
             process.terminate()
     pool.shutdown(wait=True, cancel_futures=True)
+    if not rows:
+        raise SystemExit("Nothing was done in time. Give it more --seconds.")
     print(f"\n{table(json.loads(file.read_text()))}\n\nwritten to {os.path.relpath(file)}")
 
 

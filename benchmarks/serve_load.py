@@ -36,6 +36,7 @@ from typing import Any
 import torch
 import transformers
 import uvicorn
+from device import device_name, result_file
 from fastapi import FastAPI
 from peft import PeftModel, get_peft_model
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -251,7 +252,6 @@ def main() -> None:
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")  # of libraries to one another
     device = "cuda" if cuda else "cpu"
-    name = torch.cuda.get_device_name() if cuda else f"CPU, {torch.get_num_threads()} threads"
     bounds = {"clients": options.clients, "requests": options.requests, "seconds": options.seconds}
     with tempfile.TemporaryDirectory(dir=options.folder) as temporary:
         folder, size = Path(temporary), options.size
@@ -275,9 +275,9 @@ def main() -> None:
             del app, switches
             gc.collect()
     versions = {package: version(package) for package in ("torch", "transformers", "peft", "fastapi", "uvicorn")}
-    record = {"device": name, "model": size, "tasks": options.tasks, **bounds, "versions": versions, "services": rows}
-    options.output.mkdir(parents=True, exist_ok=True)
-    file = options.output / f"serve_load-{name.split(',')[0].replace(' ', '-')}.json"
+    about = {"device": device_name(), "model": size, "tasks": options.tasks, **bounds, "versions": versions}
+    record = {**about, "services": rows}
+    file = result_file(options.output, "serve_load")
     file.write_text(json.dumps(record, indent=1) + "\n")
     print(f"\n{table(record)}\n\nwritten to {os.path.relpath(file)}")
 

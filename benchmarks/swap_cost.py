@@ -4,8 +4,9 @@
     python benchmarks/swap_cost.py --size tiny        # to see that everything runs
     python benchmarks/swap_cost.py --show benchmarks/results/swap_cost-NVIDIA-H100-80GB-HBM3.json
 
-Two tasks take turns; a time is the median over the switches, up to the moment at which the device is done. Each way is
-checked to give the answers of each task's own model. Files are in the page cache. Copies of as many bytes are measured
+Two tasks take turns; a time is the median over the switches, up to the moment at which the device is done. On a CPU it
+is the time of the process, which other processes do not add to; give it one thread. Each way is checked to give the
+answers of each task's own model. Files are in the page cache. Copies of as many bytes are measured
 in the same run. Registering two hundred tasks and switching a compiled model are measured too.
 
 Writes `results/swap_cost-<device>.json` and prints the table.
@@ -29,6 +30,7 @@ from typing import Any
 
 import torch
 import transformers
+from device import device_name, result_file
 from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
 from peft.utils.hotswap import hotswap_adapter
 from safetensors.torch import load_file
@@ -100,12 +102,13 @@ class Bench:
             torch.cuda.synchronize()
 
     def seconds(self, do: Callable[[], object]) -> float:
-        """How long something takes, the device's work included."""
+        """How long something takes, the device's work included; on a CPU, what it takes of this process's time."""
+        clock = time.perf_counter if self.device.type == "cuda" else time.process_time
         self.wait()
-        started = time.perf_counter()
+        started = clock()
         do()
         self.wait()
-        return time.perf_counter() - started
+        return clock() - started
 
 
 def prepare(folder: Path, size: str, device: torch.device) -> Bench:
@@ -351,11 +354,10 @@ def main() -> None:
     transformers.utils.logging.disable_progress_bar()
     warnings.simplefilter("ignore")  # of libraries to one another
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    name = torch.cuda.get_device_name() if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         bench = prepare(Path(folder), options.size, device)
         record: dict[str, Any] = {
-            "device": name,
+            "device": device_name(),
             "model": f"BERT-{options.size}",
             "layers": LAYERS,
             "versions": {package: version(package) for package in ("torch", "transformers", "peft")},
@@ -368,8 +370,7 @@ def main() -> None:
             record["ways"].append(measure(bench, *way, options.seconds))
             gc.collect()
         record["compiling"] = compile_once(bench)
-    options.output.mkdir(parents=True, exist_ok=True)
-    file = options.output / f"swap_cost-{name.split(',')[0].replace(' ', '-')}.json"
+    file = result_file(options.output, "swap_cost")
     file.write_text(json.dumps(record, indent=1) + "\n")
     print(f"\n{table(record)}\n\nwritten to {os.path.relpath(file)}")
 

@@ -5,15 +5,17 @@ import json
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tiny_models import batch, build
 from transformers import BertForSequenceClassification
 
 from peft_surgical import StratifiedConfig, SurgicalConfig
+from peft_surgical.bank import DeltaBank
 from peft_surgical.deltas.conversion import convert_adapter, export_lora
 from peft_surgical.deltas.diff import diff_checkpoints
 from peft_surgical.deltas.encodings import ENCODINGS
 from peft_surgical.deltas.inspection import compare_adapters, inspect_adapter
+from peft_surgical.deltas.merging import merge_checkpoint
 
 
 def save_adapter(folder, name: str = "delta", layers=(1, 3), encoding: str = "values", seed: int = 0, **options):
@@ -215,3 +217,47 @@ def test_a_diff_can_be_inspected(tmp_path):
     diff_checkpoints(tmp_path / "base", tmp_path / "tuned", tmp_path / "delta")
     names = [group.name for group in inspect_adapter(tmp_path / "delta").groups]
     assert sorted(names) == ["bert.encoder.layer.2", "bert.pooler.dense", "classifier"]
+
+
+# ---- modules that were renamed since
+
+
+def rename_back(folder) -> None:
+    """Make a saved adapter one from before a module of the base was renamed, whose config tells of it."""
+    path = folder / "adapter_model.safetensors"
+    save_file({name.replace(".layer.", ".block."): t for name, t in load_file(path).items()}, path)
+    config = json.loads((folder / "adapter_config.json").read_text())
+    tensors = config["base"]["tensors"]
+    config["base"]["tensors"] = {name.replace(".layer.", ".block."): mark for name, mark in tensors.items()}
+    config["key_mapping"] = {r"encoder\.block\.": "encoder.layer."}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize("method", ["values", "int8", "stratified"])
+def test_renamed_modules_are_mapped_wherever_an_adapter_is_read(method, tmp_path):
+    if method == "stratified":
+        build("bert").save_pretrained(tmp_path / "base")
+        stratified(tmp_path / "delta")
+    else:
+        save_adapter(tmp_path, encoding=method)
+    x = batch("bert", labels=False)
+    base = BertForSequenceClassification.from_pretrained(tmp_path / "base")
+    with torch.no_grad():
+        wanted = PeftModel.from_pretrained(base, tmp_path / "delta").eval()(**x).logits
+    groups = inspect_adapter(tmp_path / "delta").groups
+    rename_back(tmp_path / "delta")
+    assert inspect_adapter(tmp_path / "delta").groups == groups
+
+    merge_checkpoint(tmp_path / "base", tmp_path / "delta", tmp_path / "merged")
+    merged = BertForSequenceClassification.from_pretrained(tmp_path / "merged").eval()
+    bank = DeltaBank(BertForSequenceClassification.from_pretrained(tmp_path / "base"))
+    bank.add("old", tmp_path / "delta")
+    convert_adapter(tmp_path / "delta", tmp_path / "present", "values", base=tmp_path / "base")
+    bank.add("present", tmp_path / "present")
+    names = load_file(tmp_path / "present" / "adapter_model.safetensors")
+    assert not any(".block." in name for name in names)
+    with torch.no_grad():
+        torch.testing.assert_close(merged(**x).logits, wanted, atol=1e-6, rtol=1e-5)
+        for task in ("old", "present"):
+            with bank.task(task) as model:
+                torch.testing.assert_close(model(**x).logits, wanted, atol=1e-6, rtol=1e-5)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -74,12 +74,13 @@ class TaskFile:
 
     Args:
         path: The file.
+        present_name: What a tensor is called here, by its name in the file.
 
     Raises:
         ValueError: It is missing, or not a whole safetensors file.
     """
 
-    def __init__(self, path: str | os.PathLike):
+    def __init__(self, path: str | os.PathLike, present_name: Callable[[str], str] = lambda name: name):
         self.path = Path(path)
         try:
             with open(self.path, "rb") as file:
@@ -89,6 +90,7 @@ class TaskFile:
                     raise ValueError("its header is cut off")
                 header = json.loads(file.read(length))
             header.pop("__metadata__", None)
+            header = {present_name(name): entry for name, entry in header.items()}
             self.specs = {name: Spec(DTYPES[entry["dtype"]], tuple(entry["shape"])) for name, entry in header.items()}
             self._starts = {name: 8 + length + entry["data_offsets"][0] for name, entry in header.items()}
             end = max((self._starts[name] + spec.nbytes for name, spec in self.specs.items()), default=8 + length)

@@ -99,8 +99,8 @@ def read_task(name: str, adapter: str, source: str | os.PathLike, base: Mapping[
         ValueError: A file is missing or damaged, or does not fit the base.
     """
     folder = Path(source) if os.path.isdir(source) else download(os.fspath(source), ["adapter_*"])
-    config = read_config(folder)
-    file = TaskFile(folder / SAFETENSORS_WEIGHTS_NAME)
+    config, present_name = read_config(folder)
+    file = TaskFile(folder / SAFETENSORS_WEIGHTS_NAME, present_name)
     found = {entry.key: entry for entry in entries(dict.fromkeys(file.specs))}
     shapes = {key: spec.shape for key, spec in file.specs.items()}
     expected = {

@@ -12,9 +12,10 @@ from transformers import DataCollatorWithPadding
 from peft_surgical.commands import options
 from peft_surgical.commands.console import make_console, size
 from peft_surgical.deltas.adapter_files import AdapterFile
-from peft_surgical.deltas.conversion import convert_adapter, export_lora, load_with_base
+from peft_surgical.deltas.conversion import base_of, convert_adapter, export_lora
 from peft_surgical.deltas.distillation import Distillation, distil_scales
 from peft_surgical.deltas.inspection import inspect_adapter
+from peft_surgical.deltas.merging import adapted_model
 from peft_surgical.training.loading import load_tokenizer
 from peft_surgical.training.splits import find_split, read_splits
 from peft_surgical.training.tasks import encode, make_task
@@ -77,8 +78,9 @@ def _distil(
     progress: bool,
 ) -> Distillation:
     delta = AdapterFile(adapter)
-    model = load_with_base(delta, base)
-    tokenizer = load_tokenizer(base or delta.config.base_model_name_or_path or "")
+    before = base_of(delta, base)
+    model = adapted_model(before, delta).eval()
+    tokenizer = load_tokenizer(before.source)
     task = make_task(read_splits(data), text_columns=text_columns)
     split = task.split(find_split(task.splits, "train") or next(iter(task.splits)))
     encoded = encode(split.select(range(min(rows, len(split)))), tokenizer, 128)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +18,7 @@ from peft_surgical.deltas.encoded_tensors import decode_tensors, encoding_of, gr
 from peft_surgical.deltas.tensor_files import TensorFile, download
 from peft_surgical.modules.tuned_module import TunedModule, TunedOwner
 from peft_surgical.stratified.layers import StratifiedModule
+from peft_surgical.tuners.config import DeltaConfig
 
 
 PREFIX = "base_model.model."
@@ -51,7 +53,7 @@ class Entry:
 
 
 class AdapterFile:
-    """A saved adapter of any PEFT method.
+    """A saved adapter of any PEFT method, with the names that its tensors have in the base at hand.
 
     Args:
         source: Its folder, or its name on the hub.
@@ -63,11 +65,11 @@ class AdapterFile:
     def __init__(self, source: str | os.PathLike):
         self.source = os.fspath(source)
         self.folder = source if os.path.isdir(source) else download(self.source, ["adapter_*"])
-        self.config = read_config(self.folder)
+        self.config, present_name = read_config(self.folder)
         self.path = os.path.join(self.folder, SAFETENSORS_WEIGHTS_NAME)
         if not os.path.isfile(self.path):
             raise ValueError(f"{self.source} has no {SAFETENSORS_WEIGHTS_NAME}. Save the adapter again.")
-        self.file = TensorFile(self.path)
+        self.file = TensorFile(self.path, present_name)
         self.entries = entries(self.file)
 
     def decode(self, entry: Entry, base: torch.Tensor | None = None) -> torch.Tensor:
@@ -99,19 +101,24 @@ def entries(names: Mapping[str, Any] | TensorFile) -> list[Entry]:
     return [entry_of(key, list(parts)) for key, parts in group_parts(dict.fromkeys(names)).items()]
 
 
-def read_config(folder: str | os.PathLike) -> PeftConfig:
-    """The config of a saved adapter, of whatever method.
+def read_config(folder: str | os.PathLike) -> tuple[PeftConfig, Callable[[str], str]]:
+    """The config of a saved adapter, of whatever method, and what its file's tensors are called in the base at hand.
 
     Raises:
         ValueError: It is missing, damaged, or of a method that is not known.
     """
     try:
         method = PeftConfig._get_peft_type(os.fspath(folder))
-        return PEFT_TYPE_TO_CONFIG_MAPPING[method].from_pretrained(os.fspath(folder))
+        config: Any = PEFT_TYPE_TO_CONFIG_MAPPING[method].from_pretrained(os.fspath(folder))
     except (ValueError, KeyError, OSError, TypeError, AttributeError) as error:
         raise ValueError(
             f"{folder} has no adapter_config.json that can be read ({type(error).__name__}: {error})."
         ) from error
+    if not isinstance(config, DeltaConfig):
+        return config, lambda name: name
+    names = copy.copy(config)  # remembers how the names are mapped
+    config.forget_saved_names()
+    return config, names.present_name
 
 
 def entry_of(key: str, suffixes: Sequence[str] = ("",)) -> Entry:

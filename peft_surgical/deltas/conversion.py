@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from peft import LoraConfig, PeftModel
+import torch
+from peft import LoraConfig, PeftConfig
 from peft.utils import SAFETENSORS_WEIGHTS_NAME
 from tqdm import tqdm
 
@@ -45,27 +47,16 @@ def convert_adapter(
     """
     if encoding != "values":
         find_encoding(encoding)
-    delta, folder = AdapterFile(adapter), Path(output)
+    delta = AdapterFile(adapter)
     if not any(entry.is_copy for entry in delta.entries):
         raise ValueError(f"{delta.source} holds no tuned copies of the base's tensors, so there is nothing to encode.")
-    if folder.resolve() == Path(delta.folder).resolve():
-        raise ValueError(f"output={str(output)!r} is the adapter itself. Name another folder.")
-    old = base_tensors(delta, base)
+    before = base_of(delta, base)
+    old = ModelTensors(before, merged_model(before, delta))
     check_base_tensors(old, delta)
-    folder.mkdir(parents=True, exist_ok=True)
-    with TensorWriter(folder / SAFETENSORS_WEIGHTS_NAME) as writer:
-        for entry in tqdm(delta.entries, disable=not progress, desc="Converting"):
-            start = old.get(entry.name) if entry.is_copy else None
-            trained = delta.decode(entry, start)
-            parts = {entry.key: trained}
-            if start is not None and start.shape == trained.shape:
-                parts = encode_tensor(entry.key, trained, start, encoding)
-            for key, part in parts.items():
-                writer.write(key, part)
     config: Any = delta.config
     config.encoding = encoding
-    config.save_pretrained(str(folder), auto_mapping_dict=config.auto_mapping)
-    return writer.nbytes
+    tensors = _encoded(delta, old, encoding)
+    return _write(delta, output, config, tqdm(tensors, "Converting", len(delta.entries), disable=not progress))
 
 
 def export_lora(adapter: str | os.PathLike, output: str | os.PathLike, *, head: bool = False) -> list[str]:
@@ -83,14 +74,12 @@ def export_lora(adapter: str | os.PathLike, output: str | os.PathLike, *, head: 
     Raises:
         ValueError: The adapter is no STRATIFIED one, or has no LoRA.
     """
-    delta, folder = AdapterFile(adapter), Path(output)
+    delta = AdapterFile(adapter)
     if delta.config.peft_type != "STRATIFIED":
         raise ValueError(
             f"{delta.source} is a {method_of(delta.config)} adapter; only STRATIFIED ones have a LoRA part to "
             "export. merge_checkpoint writes a whole checkpoint, which every server takes."
         )
-    if folder.resolve() == Path(delta.folder).resolve():
-        raise ValueError(f"output={str(output)!r} is the adapter itself. Name another folder.")
     taken = [entry for entry in delta.entries if ".lora_" in entry.key and not entry.is_copy]
     if not taken:
         raise ValueError(f"{delta.source} has no LoRA, only tuned copies: there is nothing to export.")
@@ -101,16 +90,13 @@ def export_lora(adapter: str | os.PathLike, output: str | os.PathLike, *, head: 
     config = LoraConfig(**{**options, "peft_type": "LORA", "target_modules": paths})
     if not others:  # by the task type alone, PEFT would look for the head's tensors
         config.modules_to_save = config.task_type = None
-    folder.mkdir(parents=True, exist_ok=True)
-    with TensorWriter(folder / SAFETENSORS_WEIGHTS_NAME) as writer:
-        for entry in (*taken, *others):
-            writer.write(entry.key, delta.file[entry.key])
-    config.save_pretrained(str(folder), auto_mapping_dict=delta.config.auto_mapping)
-    return [entry.name for entry in delta.entries if entry not in taken and entry not in others]
+    kept = [*taken, *others]
+    _write(delta, output, config, ({entry.key: delta.file[entry.key]} for entry in kept))
+    return [entry.name for entry in delta.entries if entry not in kept]
 
 
-def load_with_base(delta: AdapterFile, base: str | os.PathLike | None = None) -> PeftModel:
-    """The model of an adapter: its base, with the head's size that it needs, and the adapter on it.
+def base_of(delta: AdapterFile, base: str | os.PathLike | None = None) -> Checkpoint:
+    """The checkpoint of an adapter's base.
 
     Args:
         delta: The adapter.
@@ -119,30 +105,34 @@ def load_with_base(delta: AdapterFile, base: str | os.PathLike | None = None) ->
     Raises:
         ValueError: Neither names a base.
     """
-    before = _base_of(delta, base)
-    labels = getattr(delta.config, "labels", None) or {}
-    cls: Any = type(merged_model(before, delta))
-    options = {"num_labels": labels["num_labels"]} if labels else {}
-    model = cls.from_pretrained(before.folder, dtype="auto", **options)
-    return PeftModel.from_pretrained(model, str(delta.folder)).eval()
-
-
-def base_tensors(delta: AdapterFile, base: str | os.PathLike | None = None) -> ModelTensors:
-    """The tensors of an adapter's base, read when asked for.
-
-    Args:
-        delta: The adapter.
-        base: The base; by default the one that the adapter's config names.
-
-    Raises:
-        ValueError: Neither names a base.
-    """
-    before = _base_of(delta, base)
-    return ModelTensors(before, merged_model(before, delta))
-
-
-def _base_of(delta: AdapterFile, base: str | os.PathLike | None) -> Checkpoint:
     source = base or delta.config.base_model_name_or_path
     if not source:
         raise ValueError(f"{delta.source} does not name its base. Give base=... (--base).")
     return Checkpoint(source)
+
+
+def _encoded(delta: AdapterFile, old: ModelTensors, encoding: str) -> Iterator[dict[str, torch.Tensor]]:
+    """What an encoding makes of each tensor of an adapter."""
+    for entry in delta.entries:
+        base = old.get(entry.name) if entry.is_copy else None
+        trained = delta.decode(entry, base)
+        if base is not None and base.shape == trained.shape:
+            yield encode_tensor(entry.key, trained, base, encoding)
+        else:
+            yield {entry.key: trained}
+
+
+def _write(
+    delta: AdapterFile, output: str | os.PathLike, config: PeftConfig, tensors: Iterable[Mapping[str, torch.Tensor]]
+) -> int:
+    """Write an adapter that is made from another; gives the size of its tensors in bytes."""
+    folder = Path(output)
+    if folder.resolve() == Path(delta.folder).resolve():
+        raise ValueError(f"output={str(output)!r} is the adapter itself. Name another folder.")
+    folder.mkdir(parents=True, exist_ok=True)
+    with TensorWriter(folder / SAFETENSORS_WEIGHTS_NAME) as writer:
+        for parts in tensors:
+            for key, tensor in parts.items():
+                writer.write(key, tensor)
+    config.save_pretrained(str(folder), auto_mapping_dict=delta.config.auto_mapping)
+    return writer.nbytes

@@ -11,7 +11,7 @@ from peft import PeftModel
 from torch import nn
 from tqdm import tqdm
 
-from peft_surgical.deltas.encodings import difference
+from peft_surgical.deltas.encoding import difference
 from peft_surgical.modules.tuned_module import TunedModule
 
 

@@ -8,19 +8,18 @@ translation of names.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import nn
 
-from peft_surgical.deltas.encodings import ENCODINGS, difference, find_encoding
+from peft_surgical.deltas.encoding import Shape, difference
+from peft_surgical.deltas.encodings import ENCODINGS, find_encoding
 from peft_surgical.modules.tuned_module import TunedModule, TunedOwner
 
 
 SEPARATOR = ":"
 ERROR = "error"
-
-Shape = Sequence[int]
 
 
 def encode_tensor(name: str, trained: torch.Tensor, base: torch.Tensor, encoding: str) -> dict[str, torch.Tensor]:

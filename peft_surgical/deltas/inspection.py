@@ -14,7 +14,8 @@ import torch
 from peft_surgical.deltas.adapter_files import AdapterFile, Entry, method_of
 from peft_surgical.deltas.checkpoint_tensors import ModelTensors
 from peft_surgical.deltas.encoded_tensors import ERROR
-from peft_surgical.deltas.encodings import difference, find_encoding
+from peft_surgical.deltas.encoding import difference
+from peft_surgical.deltas.encodings import find_encoding
 from peft_surgical.deltas.merging import merged_model
 from peft_surgical.deltas.movement import table
 from peft_surgical.deltas.tensor_files import Checkpoint

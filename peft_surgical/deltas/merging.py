@@ -57,7 +57,7 @@ def merge_checkpoint(
     folder.mkdir(parents=True, exist_ok=True)
     model = merged_model(before, delta)
     if delta.config.peft_type != "SURGICAL":
-        _merge_in_memory(before, delta, folder, type(model), dtype, max_shard_size)
+        _merge_in_memory(before, delta, folder, dtype, max_shard_size)
     else:
         with CheckpointWriter(folder, convert_file_size_to_int(max_shard_size)) as writer:
             tensors = _merged_tensors(model, ModelTensors(before, model), delta, dtype)
@@ -77,6 +77,14 @@ def merged_model(before: Checkpoint, delta: AdapterFile) -> nn.Module:
     model = empty_model(before, _architecture(config, delta, record), **_sizes(config, record, labels))
     apply_label_settings(model, labels)
     return model
+
+
+def adapted_model(before: Checkpoint, delta: AdapterFile) -> PeftModel:
+    """The model that a base and an adapter make together in memory, with the head's size that the adapter needs."""
+    labels = getattr(delta.config, "labels", None) or {}
+    cls: Any = type(merged_model(before, delta))
+    sizes = {"num_labels": labels["num_labels"]} if labels else {}
+    return PeftModel.from_pretrained(cls.from_pretrained(before.folder, dtype="auto", **sizes), str(delta.folder))
 
 
 def _architecture(config: Any, delta: AdapterFile, record: Mapping[str, Any]) -> str | None:
@@ -162,17 +170,9 @@ def _save_config(model: Any, folder: Path, dtype: torch.dtype | None) -> None:
 
 
 def _merge_in_memory(
-    before: Checkpoint,
-    delta: AdapterFile,
-    folder: Path,
-    cls: Any,
-    dtype: torch.dtype | None,
-    max_shard_size: int | str,
+    before: Checkpoint, delta: AdapterFile, folder: Path, dtype: torch.dtype | None, max_shard_size: int | str
 ) -> None:
-    labels = getattr(delta.config, "labels", None) or {}
-    sizes = {"num_labels": labels["num_labels"]} if labels else {}
-    model = cls.from_pretrained(before.folder, dtype="auto", **sizes)
-    merged: Any = PeftModel.from_pretrained(model, str(delta.folder)).merge_and_unload()
+    merged: Any = adapted_model(before, delta).merge_and_unload()
     if dtype is not None:
         merged = merged.to(dtype)
     merged.save_pretrained(folder, max_shard_size=max_shard_size)

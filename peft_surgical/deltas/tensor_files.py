@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,16 +39,17 @@ class TensorFile:
 
     Args:
         path: The file.
+        present_name: What a tensor is called here, by its name in the file.
 
     Raises:
         ValueError: It cannot be read as a safetensors file.
     """
 
-    def __init__(self, path: str | os.PathLike):
+    def __init__(self, path: str | os.PathLike, present_name: Callable[[str], str] = lambda name: name):
         self.path = Path(path)
         try:
             self._file = safe_open(self.path, framework="pt")
-            self._names = dict.fromkeys(self._file.keys())
+            self._names = {present_name(name): name for name in self._file.keys()}
         except (SafetensorError, OSError) as error:
             raise ValueError(f"{path} cannot be read as a safetensors file ({error}). Copy it again.") from error
 
@@ -59,10 +60,10 @@ class TensorFile:
         return name in self._names
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        return self._file.get_tensor(name)
+        return self._file.get_tensor(self._names[name])
 
     def shape(self, name: str) -> torch.Size:
-        return torch.Size(self._file.get_slice(name).get_shape())
+        return torch.Size(self._file.get_slice(self._names[name]).get_shape())
 
     def nbytes(self, name: str) -> int:
         """The size of a tensor in the file, in bytes."""
@@ -70,7 +71,7 @@ class TensorFile:
 
     def dtype(self, name: str) -> torch.dtype:
         """The dtype of a tensor in the file."""
-        return DTYPES[self._file.get_slice(name).get_dtype()]
+        return DTYPES[self._file.get_slice(self._names[name]).get_dtype()]
 
 
 class Checkpoint:
