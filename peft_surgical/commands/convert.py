@@ -40,12 +40,13 @@ def convert(
     """Write an adapter again with another encoding: smaller, or the plain values back."""
     console = make_console(quiet=quiet)
     with options.errors_in_words(console):
+        progress = console.is_terminal and not quiet
         if distil is None:
-            convert_adapter(adapter, output, encoding, base=base, progress=not quiet)
+            convert_adapter(adapter, output, encoding, base=base, progress=progress)
         elif encoding != "sign":
             raise ValueError(f"--distil finds step sizes for --encoding sign, not for {encoding}.")
         else:
-            found = _distil(adapter, output, base, distil, rows, batch_size, tuple(text_columns or ()), not quiet)
+            found = _distil(adapter, output, base, distil, rows, batch_size, tuple(text_columns or ()), progress)
             console.print(f"Mean squared error of the outputs: {found.before:.3g}, distilled {found.after:.3g}")
         before, after = inspect_adapter(adapter), inspect_adapter(output)
         console.print(str(after), markup=False, soft_wrap=True)

@@ -46,7 +46,7 @@ def diff(
             top_k=top_k,
             embeddings=embeddings,
             encoding=encoding,
-            progress=not quiet,
+            progress=console.is_terminal and not quiet,
         )
         console.print(str(found.movement), markup=False, soft_wrap=True)
         if found.left_out:

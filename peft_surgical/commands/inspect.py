@@ -16,7 +16,8 @@ def inspect(
         list[str], typer.Argument(help="One saved adapter to look at, or two to compare: folders or names on the hub.")
     ],
     base: Annotated[
-        str | None, typer.Option(help="The base of two adapters, to compare encoded ones and to show the cosine.")
+        str | None,
+        typer.Option(help="The base of two adapters, to show the cosine; for encoded ones it is found if not given."),
     ] = None,
     quiet: options.Quiet = False,
 ) -> None:

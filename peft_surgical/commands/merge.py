@@ -34,6 +34,6 @@ def merge(
             output,
             dtype=None if dtype is None else getattr(torch, dtype),
             max_shard_size=max_shard_size,
-            progress=not quiet,
+            progress=console.is_terminal and not quiet,
         )
         console.print(f"Saved a {type(model).__name__} in {output}")

@@ -13,12 +13,12 @@ import torch
 
 from peft_surgical.deltas.adapter_files import AdapterFile, Entry, method_of
 from peft_surgical.deltas.checkpoint_tensors import ModelTensors
+from peft_surgical.deltas.conversion import base_of
 from peft_surgical.deltas.encoded_tensors import ERROR
 from peft_surgical.deltas.encoding import difference
 from peft_surgical.deltas.encodings import find_encoding
 from peft_surgical.deltas.merging import merged_model
 from peft_surgical.deltas.movement import table
-from peft_surgical.deltas.tensor_files import Checkpoint
 
 
 @dataclass(frozen=True)
@@ -124,15 +124,17 @@ def compare_adapters(
     Args:
         first: An adapter's folder, or its name on the hub.
         second: Another one's.
-        base: Their base, needed for encoded adapters and for the cosine between their differences to it.
+        base: Their base, needed for the cosine between their differences to it, and for encoded adapters; for those
+            it is by default the one that the config of the first encoded one names.
 
     Raises:
-        ValueError: A file is missing or damaged; or an adapter is encoded, and `base` is not given or another one.
+        ValueError: A file is missing or damaged, or the base of an encoded adapter is not to be had or another one.
     """
     adapters = AdapterFile(first), AdapterFile(second)
     old: Mapping[str, torch.Tensor] = {}
-    if base is not None:
-        before = Checkpoint(base)
+    encoded = next((a for a in adapters if any(entry.encoding != "values" for entry in a.entries)), None)
+    if base is not None or encoded is not None:
+        before = base_of(encoded or adapters[0], base)
         old = ModelTensors(before, merged_model(before, adapters[0]))
     layers = [_by_layer(adapter) for adapter in adapters]
     rows = []
