@@ -65,7 +65,12 @@ def check(module: nn.Module, x: torch.Tensor, tolerance: float = 1e-9) -> None:
         pending.flush()
         close(out.flatten(), expected.square().sum(0).flatten(), tolerance)
         index = torch.randint(expected[0].numel(), (5,))
-        close(gradients.at(index), expected.flatten(1)[:, index], tolerance)
+        close(gradients.at(*places(index, out)), expected.flatten(1)[:, index], tolerance)
+
+
+def places(index: torch.Tensor, total: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows and columns of entries; a vector is one row."""
+    return index // total.shape[-1], index % total.shape[-1]
 
 
 def close(found: torch.Tensor, expected: torch.Tensor, tolerance: float) -> None:
@@ -191,7 +196,7 @@ def test_uses_of_a_parameter_add_up_before_they_are_squared(n, t, o, i, kinds):
     pending.flush()
     close(out, total.square().sum(0), 1e-9)
     index = torch.randint(o * i, (4,))
-    close(joined.at(index), total.flatten(1)[:, index], 1e-9)
+    close(joined.at(*places(index, out)), total.flatten(1)[:, index], 1e-9)
     assert isinstance(joined, SummedGradients) == (len(set(names)) > 1 or names.count("rows") > 1)
 
 

@@ -3,8 +3,7 @@
 To tell how sure a score is, samples are drawn anew many times (`uncertainty.py`), which needs the contribution of each
 sample. The norm of F = mean_n d_n is a sum over samples: |F| = mean_n <F, d_n> / |F|, and to first order the norm of a
 re-weighted mean is the re-weighted mean of these terms. But F is known only at the end, and the d_n are never kept. So
-a few hundred entries of each d_n are: those where the first batch's diagonal is largest, which often make up most of
-<F, d_n>, and some of the others, drawn in proportion to its square, which stand for the rest.
+a hundred entries of each d_n are, drawn in proportion to the first batch's diagonal, which stand for the rest.
 """
 
 from __future__ import annotations
@@ -20,12 +19,12 @@ from peft_surgical.fisher.sample_gradients import SampleGradients
 
 
 ENTRIES = 128
-"""Entries of a parameter that are kept of each sample, half of them the largest."""
+"""Entries of a parameter that are kept of each sample."""
 
-_WHOLE = 1024
-"""Entries of a parameter up to which it is kept whole."""
+_WHOLE, WHOLE_VECTOR = 1024, 4096
+"""Entries of a parameter up to which it is kept whole; those of a vector have to be written out anyway."""
 
-_TOGETHER = 2**22
+_TOGETHER = 2**23
 """Entries of the parameters whose entries are chosen together on an accelerator: it takes many small operations."""
 
 
@@ -34,21 +33,29 @@ class Entries:
     """Some entries of a parameter.
 
     Args:
+        rows: The rows that they are in, (M,), where the parameter is seen as a matrix (a vector as one row).
+        columns: Their columns, (M,).
         index: Their positions in the flattened parameter, (M,).
         weight: How many entries each stands for, (M,): `(weight * x[index]).sum()` estimates the sum of x.
     """
 
+    rows: Tensor
+    columns: Tensor
     index: Tensor
     weight: Tensor
 
 
 def choose_entries(diagonals: Tensor, count: int, generator: torch.Generator) -> list[Entries]:
-    """Choose entries from which a sum over all can be told: the largest, and some drawn from the rest.
+    """Choose entries from which a sum over all can be told, an entry about in proportion to its size.
+
+    Laid end to end, each as long as it is large, the entries are picked at equal distances from a random start. So
+    those that make up much of the sum are always there. A tenth of the length is shared out alike, so that nothing is
+    left out.
 
     Args:
         diagonals: What is known of the size of the entries of P parameters, not negative, (P, O, I).
-        count: How many entries of each, at most O * I; half of them are the largest.
-        generator: Draws the others, on the same device.
+        count: How many entries of each, M. One may be there several times.
+        generator: Draws the start, on the same device.
 
     Returns:
         The entries of each parameter. What is estimated from them is right on average over draws.
@@ -57,49 +64,26 @@ def choose_entries(diagonals: Tensor, count: int, generator: torch.Generator) ->
 
         >>> diagonal = torch.rand(1, 40, 30) ** 8
         >>> (entries,) = choose_entries(diagonal, 200, torch.Generator().manual_seed(0))
-        >>> estimate = (entries.weight * diagonal.flatten()[entries.index] ** 2).sum()
-        >>> abs(estimate / (diagonal**2).sum() - 1) < 0.1
+        >>> estimate = (entries.weight * diagonal.flatten()[entries.index]).sum()
+        >>> abs(estimate / diagonal.sum() - 1) < 0.1
         tensor(True)
     """
     number, height, width = diagonals.shape
-    largest = _largest(diagonals, count // 2)
-    free = torch.ones(number, height * width, dtype=torch.bool, device=diagonals.device).scatter_(1, largest, False)
-    scale = diagonals.amax((1, 2), keepdim=True).clamp_min(torch.finfo(diagonals.dtype).tiny)
-    squares = (diagonals / scale).nan_to_num().square_().mul_(free.view_as(diagonals))
-    # first a row, then a column in it; a tenth is drawn alike from all, so that nothing is left out
-    by_row = _mixed(squares.sum(2))
-    row, row_chance = _draw(by_row, count - largest.shape[1], generator)
-    by_column = _mixed(squares.gather(1, row[:, :, None].expand(-1, -1, width)))
-    column, column_chance = (x[..., 0] for x in _draw(by_column, 1, generator))
-    index = row * width + column
-    weight = free.gather(1, index) / (row.shape[1] * row_chance * column_chance)
-    indices = torch.cat([largest, index], 1)
-    weights = torch.cat([torch.ones_like(largest, dtype=weight.dtype), weight], 1)
-    return [Entries(i, w) for i, w in zip(indices, weights, strict=True)]
-
-
-def _largest(diagonals: Tensor, count: int) -> Tensor:
-    """The positions of the largest entries, (P, count), which lie in the rows with the largest maxima."""
-    width = diagonals.shape[2]
-    rows = diagonals.amax(2).topk(min(count, diagonals.shape[1]), 1).indices
-    top = diagonals.gather(1, rows[:, :, None].expand(-1, -1, width)).flatten(1).topk(count, 1).indices
-    return rows.gather(1, top // width) * width + top % width
-
-
-def _mixed(x: Tensor) -> Tensor:
-    """Probabilities in the last dimension: nine tenths in proportion to x, one tenth alike."""
-    total, alike = x.sum(-1, keepdim=True), 1 / x.shape[-1]
-    share = torch.where(total > 0, x / total.clamp_min(torch.finfo(x.dtype).tiny), alike)
-    return 0.9 * share + 0.1 * alike
-
-
-def _draw(chances: Tensor, count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Positions in the last dimension, (..., count), and how likely each was."""
-    summed = chances.cumsum(-1)
-    shape = (*chances.shape[:-1], count)
-    uniform = torch.rand(shape, generator=generator, device=chances.device, dtype=chances.dtype)
-    place = torch.searchsorted(summed, uniform * summed[..., -1:]).clamp_max(chances.shape[-1] - 1)
-    return place, chances.gather(-1, place)
+    tiny = torch.finfo(diagonals.dtype).tiny
+    length = (diagonals * (0.9 / diagonals.sum((1, 2), keepdim=True).clamp_min(tiny))).add_(0.1 / (height * width))
+    # first the row, then the column in it
+    by_row = length.sum(2)
+    end_of_row = by_row.cumsum(1)
+    total = end_of_row[:, -1:]
+    start = torch.rand((number, 1), generator=generator, device=diagonals.device, dtype=diagonals.dtype)
+    points = (torch.arange(count, device=diagonals.device) + start) * (total / count)
+    rows = torch.searchsorted(end_of_row, points).clamp_max_(height - 1)
+    points -= (end_of_row - by_row).gather(1, rows)
+    in_row = length.gather(1, rows[:, :, None].expand(-1, -1, width)).cumsum(2)
+    columns = torch.searchsorted(in_row, points[:, :, None])[:, :, 0].clamp_max_(width - 1)
+    index = rows * width + columns
+    weights = total / (length.flatten(1).gather(1, index) * count)
+    return [Entries(*one) for one in zip(rows, columns, index, weights, strict=True)]
 
 
 class Generators:
@@ -126,44 +110,58 @@ class KeptEntries:
     def __init__(self) -> None:
         self.entries: Entries | None = None
         self.chosen = False
-        self._squares: dict[int, Tensor] = {}
+        self.squares: dict[int, Tensor] = {}
+        """By the number of the first sample, the squares of some samples, (n, M)."""
 
     def choose(self, entries: Entries | None) -> None:
         """Say which entries are kept; None keeps all."""
         self.entries, self.chosen = entries, True
 
     def add(self, first: int, gradients: SampleGradients) -> None:
-        """Keep the squares of samples from number `first` on. Those of the same samples add up."""
+        """Keep the squares of samples from number `first` on."""
         if self.entries is None:
             values = gradients.dense(0, gradients.samples).flatten(1)
         else:
-            values = gradients.at(self.entries.index)
-        squares = values.to(torch.promote_types(values.dtype, torch.float32)).square()
-        self._squares[first] = self._squares[first] + squares if first in self._squares else squares
+            values = gradients.at(self.entries.rows, self.entries.columns)
+        self.add_squares(first, values.to(torch.promote_types(values.dtype, torch.float32)).square())
 
-    def weighted(self, diagonal: Tensor) -> Tensor:
-        """The entries of a flat diagonal that are kept, each times the number that it stands for, (M,)."""
-        return diagonal if self.entries is None else diagonal[self.entries.index] * self.entries.weight
+    def add_squares(self, first: int, squares: Tensor) -> None:
+        """Keep squares, (n, M), of samples from number `first` on. Those of the same samples add up."""
+        self.squares[first] = self.squares[first] + squares if first in self.squares else squares
 
-    def products(self, weighted: Tensor | None, samples: int) -> Tensor:
-        """Estimates of <F, d_n> for each sample.
 
-        Args:
-            weighted: What `weighted` made of F. None if there was no gradient.
-            samples: How many samples there were, N.
+def estimate_products(
+    kept: Sequence[KeptEntries], diagonals: Sequence[Tensor], scales: Sequence[float], samples: int
+) -> Tensor:
+    """Estimates of <F, d_n> for each parameter's F and the squared gradients d_n of each sample.
 
-        Returns:
-            (N,), on the device of F.
-        """
-        if weighted is None:
-            return torch.zeros(samples)
-        parts = {first: torch.mv(squares, weighted) for first, squares in self._squares.items()}
-        if len(parts) == 1 and len(parts[min(parts)]) == samples:
-            return parts[min(parts)]
-        out = weighted.new_zeros(samples)
-        for first, part in parts.items():
-            out[first : first + len(part)] = part
-        return out
+    Args:
+        kept: What is kept of P parameters.
+        diagonals: F of each.
+        scales: Factors for each F, so that no product is too small.
+        samples: How many samples there were, N.
+
+    Returns:
+        (P, N) float64, on the CPU.
+    """
+    if not kept:
+        return torch.zeros(0, samples, dtype=torch.float64)
+    pairs = zip(kept, diagonals, strict=True)
+    flat = [d.flatten() if k.entries is None else d.flatten()[k.entries.index] for k, d in pairs]
+    flat = list(torch._foreach_mul(flat, list(scales)))
+    sampled = [(f, k.entries.weight) for f, k in zip(flat, kept, strict=True) if k.entries is not None]
+    if sampled:
+        torch._foreach_mul_(*zip(*sampled, strict=True))
+    alike: dict[tuple, list[int]] = {}
+    for p, k in enumerate(kept):
+        for first, squares in k.squares.items():
+            alike.setdefault((first, squares.shape, squares.device), []).append(p)
+    out = torch.zeros(len(kept), samples, dtype=torch.float64)
+    for (first, (number, _), _), group in alike.items():
+        squares = torch.stack([kept[p].squares[first] for p in group])
+        products = squares @ torch.stack([flat[p] for p in group])[:, :, None]
+        out[group, first : first + number] = products[:, :, 0].cpu().double()
+    return out
 
 
 @dataclass(frozen=True)
@@ -184,6 +182,7 @@ class EntryKeeper:
     def __init__(self, generators: Generators):
         self.generators = generators
         self._waiting: list[_Waiting] = []
+        self._entries = 0
 
     def keep(
         self, kept: KeptEntries, first: int, gradients: SampleGradients, total: Tensor, pending: PendingSquares
@@ -203,7 +202,8 @@ class EntryKeeper:
             kept.add(first, gradients)
             return
         self._waiting.append(_Waiting(kept, first, gradients, total))
-        if total.device.type == "cpu" or sum(waiting.gradients.size for waiting in self._waiting) >= _TOGETHER:
+        self._entries += gradients.size
+        if total.device.type == "cpu" or self._entries >= _TOGETHER:
             pending.flush()
             self.flush()
 
@@ -213,6 +213,7 @@ class EntryKeeper:
         for waiting in self._waiting:
             alike.setdefault((waiting.total.device, waiting.total.dtype, waiting.total.shape), []).append(waiting)
         self._waiting.clear()
+        self._entries = 0
         for (device, *_), group in alike.items():
             first_of = list({id(w.kept): w for w in group if not w.kept.chosen}.values())
             diagonals = torch.stack([_as_matrix(w.total) for w in first_of])

@@ -17,7 +17,8 @@ from __future__ import annotations
 import functools
 import importlib.util
 import logging
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -133,7 +134,7 @@ class PendingSquares:
     def __init__(self, precision: str | None = None):
         self.precision = _resolve(precision)
         self._products: dict[Kind, _Waiting] = {}
-        self._gradients: list[tuple[Tensor, Tensor]] = []
+        self._gradients: list[tuple[Tensor, Tensor, Callable[[Tensor], None] | None]] = []
         self._rounded: tuple[Tensor, Tensor] | None = None
 
     def add_products(self, out: Tensor, grad_outputs: Tensor, inputs: Tensor, lengths: Lengths = None) -> None:
@@ -156,30 +157,45 @@ class PendingSquares:
         if waiting.entries >= _ENTRIES_PER_LAUNCH:
             self._launch(kind)
 
-    def add_gradients(self, out: Tensor, gradients: Tensor) -> None:
-        """Add `sum_n g[n] ** 2` to `out`, for per-sample gradients g, (N, *shape of out)."""
+    def add_gradients(self, out: Tensor, gradients: Tensor, then: Callable[[Tensor], None] | None = None) -> None:
+        """Add `sum_n g[n] ** 2` to `out`.
+
+        Args:
+            out: The sum so far.
+            gradients: Per-sample gradients g, (N, *shape of out).
+            then: Gets the squares, (N, entries of out), as soon as they are there.
+        """
         if gradients.shape[1:] != out.shape:
             raise ValueError(f"gradients of shape {tuple(gradients.shape)} are not (N, *{tuple(out.shape)}).")
+        self._gradients.append((out, gradients.flatten(1), then))
         if gradients.numel() > _CHUNK_ELEMENTS:  # worth a launch of its own, and too large to be kept
-            out.add_(gradients.to(out.dtype).square().sum(0))
-        else:
-            self._gradients.append((out, gradients.flatten(1)))
+            self._add_gradients()
 
     def flush(self) -> None:
         """Finish everything that waits."""
         self._rounded = None
         for kind in list(self._products):
             self._launch(kind)
-        alike: dict[tuple, list[tuple[Tensor, Tensor]]] = {}
-        for out, g in self._gradients:
-            alike.setdefault((out.device, out.dtype, len(g)), []).append((out, g))
-        for (_, dtype, _), pairs in alike.items():
-            sums = torch.cat([g for _, g in pairs], 1).to(dtype).square_().sum(0)
-            parts = sums.split([g.shape[1] for _, g in pairs])
-            torch._foreach_add_(
-                [out for out, _ in pairs], [part.view_as(out) for (out, _), part in zip(pairs, parts, strict=True)]
-            )
+        self._add_gradients()
+
+    def _add_gradients(self) -> None:
+        alike: dict[tuple, list] = {}
+        times = Counter[int]()  # within a launch a result may be there once
+        for waiting in self._gradients:
+            out, g, _ = waiting
+            place = out.data_ptr()
+            alike.setdefault((out.dtype, out.device, len(g), times[place]), []).append(waiting)
+            times[place] += 1
         self._gradients.clear()
+        for (dtype, *_), group in alike.items():
+            outs, gradients, thens = zip(*group, strict=True)
+            squares = torch.cat(gradients, 1).to(dtype).square_()
+            widths = [g.shape[1] for g in gradients]
+            parts = squares.sum(0).split(widths)
+            torch._foreach_add_(list(outs), [part.view_as(out) for part, out in zip(parts, outs, strict=True)])
+            for then, part in zip(thens, squares.split(widths, 1), strict=True):
+                if then is not None:
+                    then(part)
 
     def _make_job(
         self, out: Tensor | None, grad_outputs: Tensor, inputs: Tensor, lengths: Lengths

@@ -59,8 +59,8 @@ class SampleGradients(ABC):
         """The gradients of samples `first` to `stop`, written out, (stop - first, *shape)."""
 
     @abstractmethod
-    def at(self, index: Tensor) -> Tensor:
-        """The gradients at some entries, (N, M); their positions are in the flattened parameter, (M,)."""
+    def at(self, rows: Tensor, columns: Tensor) -> Tensor:
+        """The gradients at some entries, (N, M), of the parameter as a matrix: M rows and columns."""
 
     def add_squares(self, out: Tensor, pending: PendingSquares) -> None:
         """Add the sum over samples of the squared gradients to `out`, which has the parameter's shape as a matrix."""
@@ -94,8 +94,8 @@ class DenseGradients(SampleGradients):
     def add_squares(self, out: Tensor, pending: PendingSquares) -> None:
         pending.add_gradients(out, self.gradients.reshape(self.samples, *out.shape))
 
-    def at(self, index: Tensor) -> Tensor:
-        return self.gradients.flatten(1)[:, index]
+    def at(self, rows: Tensor, columns: Tensor) -> Tensor:
+        return self.gradients.flatten(1)[:, rows * self.sum_shape[-1] + columns]
 
 
 class ProductGradients(SampleGradients):
@@ -132,10 +132,10 @@ class ProductGradients(SampleGradients):
         # |G^T A|^2 = <G G^T, A A^T>: products of tokens with tokens, no gradient is written out
         return (left @ left.transpose(1, 2)).mul_(right @ right.transpose(1, 2)).sum((1, 2))
 
-    def at(self, index: Tensor) -> Tensor:
-        rows, columns = index // self.right.shape[2], index % self.right.shape[2]
+    def at(self, rows: Tensor, columns: Tensor) -> Tensor:
         if self.device.type != "cpu":  # where it would have to wait for the number of different ones
-            return (_wide(self.left[:, :, rows]) * self.right[:, :, columns]).sum(1)
+            products = self.left.index_select(2, rows) * self.right.index_select(2, columns)
+            return products.sum(1, dtype=torch.promote_types(products.dtype, torch.float32))
         row, row_position = rows.unique(return_inverse=True)
         column, column_position = columns.unique(return_inverse=True)
         block = _wide(self.left[:, :, row]).transpose(1, 2) @ _wide(self.right[:, :, column])
@@ -172,12 +172,11 @@ class RowGradients(SampleGradients):
         rows, sums = self._sums()
         return sums.new_zeros(self.samples).index_add_(0, rows // self.shape[0], sums.square().sum(1))
 
-    def at(self, index: Tensor) -> Tensor:
-        row, column = index // self.shape[1], index % self.shape[1]
+    def at(self, rows: Tensor, columns: Tensor) -> Tensor:
         out = []
-        for rows, gradients in zip(self.rows, self.gradients, strict=True):
-            used = rows[:, None] == row
-            out.append((_wide(gradients)[:, column] * used).sum(0))
+        for mine, gradients in zip(self.rows, self.gradients, strict=True):
+            used = mine[:, None] == rows
+            out.append((_wide(gradients)[:, columns] * used).sum(0))
         return torch.stack(out)
 
     def _sums(self) -> tuple[Tensor, Tensor]:
@@ -202,8 +201,8 @@ class SummedGradients(SampleGradients):
     def dense(self, first: int, stop: int) -> Tensor:
         return torch.stack([term.dense(first, stop).view(-1, *self.shape) for term in self.terms]).sum(0)
 
-    def at(self, index: Tensor) -> Tensor:
-        return torch.stack([term.at(index) for term in self.terms]).sum(0)
+    def at(self, rows: Tensor, columns: Tensor) -> Tensor:
+        return torch.stack([term.at(rows, columns) for term in self.terms]).sum(0)
 
 
 def join(terms: Sequence[SampleGradients]) -> SampleGradients:

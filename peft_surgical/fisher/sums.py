@@ -9,14 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from peft_surgical.fisher.entries import EntryKeeper, KeptEntries
+from peft_surgical.fisher.entries import WHOLE_VECTOR, EntryKeeper, KeptEntries, estimate_products
 from peft_surgical.fisher.kernel import PendingSquares
 from peft_surgical.fisher.processes import add_up, gather
-from peft_surgical.fisher.sample_gradients import SampleGradients
+from peft_surgical.fisher.sample_gradients import DenseGradients, SampleGradients
 
 
 @dataclass(frozen=True)
@@ -71,20 +72,26 @@ class DiagonalSum:
     def __init__(self, keeper: EntryKeeper | None = None, zeros: Zeros | None = None):
         self.keeper, self._zeros = keeper, zeros or Zeros()
         self.sum: Tensor | None = None
-        self._kept = KeptEntries()
-        self._seen = self._first = 0
+        self.kept = KeptEntries()
+        self.seen = self._first = 0
 
     def start(self, samples: int) -> None:
         """Get ready for a batch."""
-        self._first, self._seen = self._seen, self._seen + samples
+        self._first, self.seen = self.seen, self.seen + samples
 
     def add(self, gradients: SampleGradients, first: int, pending: PendingSquares) -> None:
         """Add the squared gradients of the samples of this batch from number `first` on."""
         if self.sum is None:
             self.sum = self._zeros.take(gradients)
-        gradients.add_squares(self.sum, pending)
-        if self.keeper is not None:
-            self.keeper.keep(self._kept, self._first + first, gradients, self.sum, pending)
+        first += self._first
+        if self.keeper is None:
+            gradients.add_squares(self.sum, pending)
+        elif isinstance(gradients, DenseGradients) and self.sum.dim() == 1 and gradients.size <= WHOLE_VECTOR:
+            self.kept.choose(None)
+            pending.add_gradients(self.sum, gradients.gradients, partial(self.kept.add_squares, first))
+        else:
+            gradients.add_squares(self.sum, pending)
+            self.keeper.keep(self.kept, first, gradients, self.sum, pending)
 
     def total(self, parameter: nn.Parameter) -> Tensor | None:
         """The sum over processes; None if none has got a gradient. It is written to the sum of this process."""
@@ -97,14 +104,6 @@ class DiagonalSum:
             device = torch.device("cpu") if parameter.is_meta else parameter.device
             self.sum = torch.zeros(shape, dtype=dtype, device=device)
         return add_up(self.sum)
-
-    def weighted(self, total: Tensor) -> Tensor:
-        """The entries of the total that are kept of each sample, as `shares` needs them."""
-        return self._kept.weighted(total.flatten())
-
-    def shares(self, weighted: Tensor | None) -> Tensor:
-        """Estimates of what each sample of this process contributes to the norm of the total, up to a factor."""
-        return self._kept.products(weighted, self._seen)
 
 
 def reduce_diagonals(pairs: Sequence[tuple[nn.Parameter, DiagonalSum]], count: float) -> list[TensorFisher]:
@@ -129,10 +128,13 @@ def _shares(sums: Sequence[DiagonalSum], totals: Sequence[Tensor | None], norms:
     """What each sample of this process contributes to each total, up to a factor for each, (P, N) float64."""
     if sums[0].keeper is None:
         return torch.zeros(len(sums), 0, dtype=torch.float64)
-    weighted = [s.weighted(t) for s, t in zip(sums, totals, strict=True) if t is not None]
-    scales = [1 / norm if norm else 0.0 for norm, t in zip(norms, totals, strict=True) if t is not None]
-    scaled = iter(torch._foreach_mul(weighted, scales) if weighted else [])  # so that no product is too small
-    return _together([s.shares(None if t is None else next(scaled)) for s, t in zip(sums, totals, strict=True)])
+    some = [(s, t, 1 / norm if norm else 0.0) for s, t, norm in zip(sums, totals, norms, strict=True) if t is not None]
+    samples = sums[0].seen
+    out = torch.zeros(len(sums), samples, dtype=torch.float64)
+    out[[t is not None for t in totals]] = estimate_products(
+        [s.kept for s, _, _ in some], [t for _, t, _ in some], [scale for _, _, scale in some], samples
+    )
+    return out
 
 
 def _norms(tensors: Sequence[Tensor | None], order: int) -> Tensor:
