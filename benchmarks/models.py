@@ -196,7 +196,7 @@ def _bias_of_positions(encoder: Any, states: torch.Tensor, *_: Any, **__: Any) -
             apart = encoder.relative_position_bucket(numbers[None, :] - numbers[:, None])
             encoder.places[length] = apart.to(states.device)
     bias = encoder.relative_attention_bias(encoder.places[length])
-    return bias.permute(2, 0, 1).unsqueeze(0).to(_dtype_within(states))
+    return bias.permute(2, 0, 1).unsqueeze(0).to(_dtype_within(states)).contiguous()
 
 
 def _attend(
