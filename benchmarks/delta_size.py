@@ -50,7 +50,7 @@ WANTED = {"int8": 0.2, "int4": 0.5, "sign, distilled": 1.0}
 """How many points an encoding may cost."""
 RANKS = (8, 64)
 RATES = {"surgical": 2e-4, "lora": 1e-3}
-DISTIL_ROWS, DISTIL_BATCH = 256, 32
+DISTIL_BATCH = 32
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,7 @@ class Setting:
         rows: The most rows of a split, if not as many as the task has.
         epochs: The most epochs, if not as many as the task has.
         rounds: How often a time is taken.
+        distil_rows: On how many training rows the step sizes of signs are distilled.
     """
 
     model: str
@@ -76,6 +77,7 @@ class Setting:
     rows: int | None
     epochs: int | None
     rounds: int
+    distil_rows: int
 
     def task(self, name: str) -> tasks.Task:
         """A task, perhaps shorter."""
@@ -147,9 +149,9 @@ def forms(trained: dict[str, nn.Module]) -> Iterator[tuple[str, str, nn.Module]]
             yield label, "values", model
 
 
-def distil_batches(rows: tasks.Rows) -> list[dict[str, torch.Tensor]]:
+def distil_batches(setting: Setting, rows: tasks.Rows) -> list[dict[str, torch.Tensor]]:
     """A few batches of training rows, for the step sizes of signs."""
-    index = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))[:DISTIL_ROWS]
+    index = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))[: setting.distil_rows]
     index = index.to(rows.labels.device)
     return [training.cut(rows, part, int(rows.lengths[part].max())) for part in index.split(DISTIL_BATCH)]
 
@@ -178,7 +180,7 @@ def measure(setting: Setting, name: str, seed: int) -> list[dict[str, Any]]:
     torch.set_num_threads(1)
     base, trained, layers = train(setting, name, seed)
     task, data = setting.task(name), setting.splits(name)
-    batches = distil_batches(data.train)
+    batches = distil_batches(setting, data.train)
     found = []
     with tempfile.TemporaryDirectory() as folder:
         for label, encoding, model in forms(trained):
@@ -196,7 +198,7 @@ def times(setting: Setting, name: str) -> list[dict[str, Any]]:
     """Seconds to write and to load each form of a task's adapters, after a short training."""
     short = replace(setting, rows=256, epochs=1)
     base, trained, _ = train(short, name, 0)
-    batches = distil_batches(short.splits(name).train)
+    batches = distil_batches(short, short.splits(name).train)
     found = []
     with tempfile.TemporaryDirectory() as folder:
         for label, encoding, model in forms(trained):
@@ -217,6 +219,24 @@ def _seconds(do: Callable[[], object]) -> float:
     return time.perf_counter() - started
 
 
+def run(
+    setting: Setting, work: Sequence[tuple[int, str]], processes: int, seconds: float
+) -> Iterator[list[dict[str, Any]]]:
+    """Measure tasks with seeds in several processes, 0 for this one; what is not done in time is left out."""
+    if not processes:
+        yield from (measure(setting, name, seed) for seed, name in work)
+        return
+    pool = ProcessPoolExecutor(processes, mp_context=get_context("spawn"))
+    futures = [pool.submit(measure, setting, name, seed) for seed, name in work]
+    try:
+        for future in as_completed(futures, timeout=max(1.0, seconds)):
+            yield future.result()
+    except TimeoutError:
+        for process in list(pool._processes.values()):
+            process.terminate()
+    pool.shutdown(wait=True, cancel_futures=True)
+
+
 # ---- the program
 
 
@@ -230,7 +250,8 @@ def main() -> None:
     parser.add_argument("--rows", type=int, help="the most rows of a split")
     parser.add_argument("--epochs", type=int, help="the most epochs of a task")
     parser.add_argument("--rounds", type=int, default=5, help="how often a time is taken")
-    parser.add_argument("--processes", type=int, default=1, help="tasks and seeds at a time")
+    parser.add_argument("--distil-rows", type=int, default=256, help="training rows that signs are distilled on")
+    parser.add_argument("--processes", type=int, default=1, help="tasks and seeds at a time; 0: in this process")
     parser.add_argument("--seconds", type=float, default=1e9, help="what is not done by then is left out")
     parser.add_argument("--cache", type=Path, default=Path(tempfile.gettempdir()) / "peft_surgical_tasks")
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results")
@@ -246,7 +267,7 @@ def main() -> None:
     began = time.monotonic()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     cache = options.cache / Path(options.model).name
-    limits = (options.top_k, options.rows, options.epochs, options.rounds)
+    limits = (options.top_k, options.rows, options.epochs, options.rounds, options.distil_rows)
     setting = Setting(options.model, options.data, cache, device, *limits)
     depth = transformers.AutoConfig.from_pretrained(options.model).num_hidden_layers
     record = {
@@ -254,6 +275,7 @@ def main() -> None:
         "layers": f"{options.top_k} of {depth}",
         "rows_at_most": options.rows,
         "epochs_at_most": options.epochs,
+        "distil_rows": options.distil_rows,
         "rates": RATES,
         "device": device_name(),
         "versions": {name: version(name) for name in ("torch", "transformers", "peft")},
@@ -262,24 +284,15 @@ def main() -> None:
     steps = {name: len(setting.splits(name).train) * setting.task(name).epochs for name in options.tasks}
     record["times"] = times(setting, options.tasks[0])
     print(f"{time.monotonic() - began:5.0f} s  times of {options.tasks[0]}", flush=True)
-    rows: list[dict[str, Any]] = []
-    pool = ProcessPoolExecutor(options.processes, mp_context=get_context("spawn"))
     longest_first = sorted(options.tasks, key=steps.__getitem__, reverse=True)
-    work = {
-        pool.submit(measure, setting, name, seed): (name, seed)
-        for seed, name in itertools.product(options.seeds, longest_first)
-    }
-    try:
-        for done in as_completed(work, timeout=max(1.0, options.seconds - (time.monotonic() - began))):
-            rows += done.result()
-            ordered = sorted(rows, key=lambda row: (row["task"], row["seed"]))
-            file.write_text(json.dumps({**record, "rows": ordered}, indent=1) + "\n")
-            print(f"{time.monotonic() - began:5.0f} s  {work[done]}", flush=True)
-    except TimeoutError:
-        print(f"{time.monotonic() - began:5.0f} s  time is up: {sum(not w.done() for w in work)} left out", flush=True)
-        for process in list(pool._processes.values()):
-            process.terminate()
-    pool.shutdown(wait=True, cancel_futures=True)
+    work = list(itertools.product(options.seeds, longest_first))
+    rows: list[dict[str, Any]] = []
+    for found in run(setting, work, options.processes, options.seconds - (time.monotonic() - began)):
+        rows += found
+        ordered = sorted(rows, key=lambda row: (row["task"], row["seed"]))
+        file.write_text(json.dumps({**record, "rows": ordered}, indent=1) + "\n")
+        print(f"{time.monotonic() - began:5.0f} s  {found[0]['task']}, seed {found[0]['seed']}", flush=True)
+    print(f"{len(work) - len({(row['task'], row['seed']) for row in rows})} left out")
     if not rows:
         raise SystemExit("Nothing was done in time. Give it more --seconds.")
     print(f"\n{table(json.loads(file.read_text()))}\n\nwritten to {os.path.relpath(file)}")
@@ -298,10 +311,11 @@ def table(record: dict[str, Any]) -> str:
         for key, what in (("rows_at_most", "rows of a split"), ("epochs_at_most", "epochs"))
         if record[key]
     )
+    counts = ", ".join(f"{name} {seeds[name]}" for name in names)
     lines = [
         f"{record['model']}, surgical: the best {record['layers']} layers by Fisher{shorter}; on {record['device']}. "
-        f"Means over seeds ({', '.join(f'{name} {seeds[name]}' for name in names)}) of points on the validation rows; "
-        "behind them, the change from `values`.",
+        f"Signs are distilled on {record['distil_rows']} rows. Points on the validation rows, means over the seeds "
+        f"({counts}); behind them, the change from `values`.",
         "",
         "| | MB | of `values` | write s | load s | "
         + " | ".join(f"{name}, {metric[name]}" for name in names)
