@@ -50,7 +50,7 @@ FULL = Scale(train=900, validation=600, epochs=3, samples=100, head_seeds=3)
 QUICK = Scale(train=270, validation=120, epochs=2, samples=48, head_seeds=2)
 TOP = 2
 SWAPS = 100
-LEARNING_RATES = {"head": 5e-2, "surgical": 1e-3, "last": 1e-3, "spafit": 2e-3}
+LEARNING_RATES = {"head": 5e-2, "surgical": 1e-3, "last": 1e-3, "spafit": 1e-3}
 SENTENCES = (
     "The crew was wonderful and we landed early, thank you!",
     "Three hours on hold and my bag is still missing.",
