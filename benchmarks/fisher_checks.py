@@ -11,6 +11,7 @@ from fisher_methods import Case, layer_scores, naive_loop
 from torch import Tensor
 
 from peft_surgical.fisher import kernel as fisher_kernel
+from peft_surgical.fisher import pending_squares
 
 
 LIMITS = {"fp32x3": 1e-5, "tf32": 3e-3, "bf16": 1e-2}
@@ -41,18 +42,18 @@ def kernel_error(dtype: torch.dtype, precision: str, shape: tuple[int, int, int,
     """The error of the sum of squared products, relative to its norm."""
     n, t, o, i = shape
     g, a = (torch.randn(n, t, width, device="cuda").to(dtype) for width in (o, i))
-    assert fisher_kernel._has_kernel(g, torch.float32, precision), f"no kernel for {dtype} in {precision}"
+    assert fisher_kernel.has_kernel(g, torch.float32, precision), f"no kernel for {dtype} in {precision}"
     lengths = torch.tensor([max(0, t - 19 * k) if padded else t for k in range(n)], device="cuda")
     g = g * (torch.arange(t, device="cuda") < lengths[:, None])[..., None]
     exact = torch.einsum("nto,nti->noi", g.double(), a.double()).square().sum(0)
     once, twice = (
-        fisher_kernel.accumulate_squared_products(
+        pending_squares.accumulate_squared_products(
             torch.zeros(o, i, device="cuda"), g, a, lengths if padded else None, precision=precision
         )
         for _ in "ab"
     )
     assert torch.equal(once, twice), "two runs differ"
-    norm = fisher_kernel.squared_product_norm(g, a, lengths if padded else None, precision=precision)
+    norm = pending_squares.squared_product_norm(g, a, lengths if padded else None, precision=precision)
     return max(relative(once, exact), abs(float(norm / exact.square().sum()) - 1) / 2)
 
 

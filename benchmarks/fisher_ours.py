@@ -48,11 +48,11 @@ def whole(case: Case, batch_size: int) -> list[float]:
 @contextlib.contextmanager
 def without_kernel() -> Iterator[None]:
     """As on a machine without Triton."""
-    previous, fisher_kernel._kernel_works = fisher_kernel._kernel_works, lambda operand, precision, device: False
+    previous, fisher_kernel.kernel_works = fisher_kernel.kernel_works, lambda operand, precision, device: False
     try:
         yield
     finally:
-        fisher_kernel._kernel_works = previous
+        fisher_kernel.kernel_works = previous
 
 
 @contextlib.contextmanager

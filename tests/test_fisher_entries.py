@@ -13,7 +13,7 @@ from peft_surgical.fisher.entries import (
     choose_entries,
     estimate_products,
 )
-from peft_surgical.fisher.kernel import PendingSquares
+from peft_surgical.fisher.pending_squares import PendingSquares
 from peft_surgical.fisher.sample_gradients import DenseGradients, ProductGradients, RowGradients
 from peft_surgical.fisher.sums import DiagonalSum, Zeros
 

@@ -15,12 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from peft_surgical.fisher import kernel as fisher_kernel
-from peft_surgical.fisher.kernel import (
-    PRECISIONS,
+from peft_surgical.fisher.kernel import PRECISIONS, sum_normalized
+from peft_surgical.fisher.pending_squares import (
     PendingSquares,
     accumulate_squared_products,
     squared_product_norm,
-    sum_normalized,
 )
 
 
@@ -95,8 +94,8 @@ def test_multiplying_samples_in_chunks_gives_the_same(device, problem):
     g, a = problem[0].to(device), problem[1].to(device)
     out = start_of(g, a)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fisher_kernel, "_CHUNK_ELEMENTS", 3 * out.numel())
-        fisher_kernel._add_by_chunk(out, g, a)
+        patch.setattr(fisher_kernel, "CHUNK_ELEMENTS", 3 * out.numel())
+        fisher_kernel.add_by_chunk(out, g, a)
     assert error(out, oracle(g, a) + 1) < 2e-5
 
 
@@ -211,17 +210,18 @@ def test_what_does_not_fit_is_refused(change, message):
 
 def test_a_card_that_cannot_run_the_kernel_gets_the_fallback(monkeypatch, caplog):
     monkeypatch.setattr(torch.version, "cuda", None)
-    fisher_kernel._kernel_works.cache_clear()
-    assert not fisher_kernel._kernel_works(torch.float32, "fp32x3", torch.device("cuda:0"))
+    fisher_kernel.kernel_works.cache_clear()
+    assert not fisher_kernel.kernel_works(torch.float32, "fp32x3", torch.device("cuda:0"))
 
 
 INTERPRETED = """
 import torch
 from peft_surgical.fisher import kernel as fisher_kernel
+from peft_surgical.fisher import pending_squares
 from peft_surgical.fisher import triton_kernel as fisher_triton
 
 reference = fisher_kernel.sum_normalized
-fisher_kernel._has_kernel = lambda grad_outputs, dtype, precision: dtype == torch.float32
+fisher_kernel.has_kernel = lambda grad_outputs, dtype, precision: dtype == torch.float32
 assert_close = torch.testing.assert_close
 
 
@@ -242,7 +242,7 @@ for bulk in (True, False):
             dense, ragged = oracle(g, a), oracle(short, a)
             out, flipped = torch.ones(o, i), torch.ones(i, o)
             bulks.add(fisher_triton.make_job(out, g, a, None)[1].bulk)
-            pending = fisher_kernel.PendingSquares("tf32")
+            pending = pending_squares.PendingSquares("tf32")
             pending.add_products(out, g, a)
             pending.add_products(flipped.T, g, a)
             pending.add_products(out, short, a, lengths)
@@ -250,11 +250,11 @@ for bulk in (True, False):
             pending.flush()
             assert_close(out, 1 + 2 * dense + ragged, rtol=1e-4, atol=1e-4)
             assert_close(flipped.T, 1 + dense, rtol=1e-4, atol=1e-4)
-            norm = fisher_kernel.squared_product_norm(short, a, lengths, precision="tf32")
+            norm = pending_squares.squared_product_norm(short, a, lengths, precision="tf32")
             assert_close(norm, ragged.square().sum(), rtol=1e-4, atol=0)
 assert bulks == {True, False}
 
-pending, x = fisher_kernel.PendingSquares("bf16"), torch.randn(3, 9, 16)
+pending, x = pending_squares.PendingSquares("bf16"), torch.randn(3, 9, 16)
 query, key = torch.zeros(16, 16), torch.zeros(16, 16)
 pending.add_products(query, torch.randn(3, 9, 16), x)
 pending.add_products(key, torch.randn(3, 9, 16), x[:])

@@ -17,8 +17,8 @@ from transformers.pytorch_utils import Conv1D
 from peft_surgical.fisher import local as fisher_local
 from peft_surgical.fisher.batches import Batch
 from peft_surgical.fisher.diagonal import layer_fisher
-from peft_surgical.fisher.kernel import PendingSquares
 from peft_surgical.fisher.log_likelihood import make_objective
+from peft_surgical.fisher.pending_squares import PendingSquares
 from peft_surgical.fisher.rules import RULES, find_rule, gain, is_gain, register_rule
 from peft_surgical.fisher.sample_gradients import (
     DenseGradients,

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from peft_surgical.fisher.batches import Batch, token_lengths
 from peft_surgical.fisher.entries import Generators
 from peft_surgical.fisher.hooks import GradientListener, NotFinite, SamplesInUnequalShares
-from peft_surgical.fisher.kernel import PendingSquares
 from peft_surgical.fisher.measure import (
     FisherSums,
     FisherTask,
@@ -23,6 +22,7 @@ from peft_surgical.fisher.measure import (
     check_values,
 )
 from peft_surgical.fisher.owners import find_owners, layer_parameters
+from peft_surgical.fisher.pending_squares import PendingSquares
 from peft_surgical.fisher.plain import NotPlain, plain_units, tokens_of
 from peft_surgical.fisher.sample_gradients import DenseGradients
 from peft_surgical.fisher.sums import TensorFisher

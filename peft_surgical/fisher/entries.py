@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from peft_surgical.fisher.kernel import PendingSquares
+from peft_surgical.fisher.pending_squares import PendingSquares
 from peft_surgical.fisher.sample_gradients import SampleGradients
 
 

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from peft_surgical.fisher.calls import CallLayout
-from peft_surgical.fisher.kernel import PendingSquares
 from peft_surgical.fisher.local import LocalCall, local_gradients
+from peft_surgical.fisher.pending_squares import PendingSquares
 from peft_surgical.fisher.plain import NotPlain, check_plain, first_input
 from peft_surgical.fisher.sample_gradients import DenseGradients, ProductGradients, SampleGradients, join
 from peft_surgical.fisher.units import Unit, sample_axis, samples_first

@@ -5,7 +5,7 @@ inputs. The diagonal Fisher needs the sum over n of its square, entry by entry. 
 are N times the size of the weight, and moving them is what costs. So:
 
 - On a GPU with Triton one program owns each tile of the weight, walks over the samples and squares in registers
-  (`fisher_triton.py`). Products wait in `PendingSquares` until they fill the card, and then share one launch.
+  (`triton_kernel.py`). Products wait (`pending_squares.py`) until they fill the card, and then share one launch.
 - On a GPU without Triton a few samples at a time are multiplied by `bmm`, and reduced while they are in the cache.
 - On a CPU one sample at a time goes through one reused buffer. Token rows whose gradient is zero are skipped.
 
@@ -17,221 +17,21 @@ from __future__ import annotations
 import functools
 import importlib.util
 import logging
-from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 
-if TYPE_CHECKING:
-    from peft_surgical.fisher.triton_kernel import Job, Kind
-
-
 logger = logging.getLogger(__name__)
-
-Lengths = Tensor | Sequence[int] | None
 
 PRECISIONS = ("fp32x3", "tf32", "bf16")
 """How the kernel multiplies float32 operands: each as the sum of two bfloat16 numbers (error 1e-6), as TF32, or as
 bfloat16. TF32 is there for comparison: digits are cut off and not rounded, so that the errors add up (1e-3; 5e-4 with
 bfloat16), and it is the slowest."""
 
-_ENTRIES_PER_LAUNCH = 2**23
-"""Entries of weights in a launch: several tiles for each multiprocessor, so that few idle while the last ones end."""
-
-_CHUNK_ELEMENTS = 2**23
+CHUNK_ELEMENTS = 2**23
 """Per-sample gradients that exist at a time without the kernel, 32 MiB: they stay in the cache of a large card."""
-
-
-def accumulate_squared_products(
-    out: Tensor, grad_outputs: Tensor, inputs: Tensor, lengths: Lengths = None, *, precision: str | None = None
-) -> Tensor:
-    """Add the squared per-sample gradients of a linear map's weight: `out += sum_n (G[n].T @ A[n]) ** 2`.
-
-    Args:
-        out: The sum so far, (O, I), float32 or float64.
-        grad_outputs: G, the gradient at the outputs, (N, T, O), of any float type and stride.
-        inputs: A, the inputs, (N, T, I), of the type of G.
-        lengths: Tokens of each sample, N integers, if all rows of G after them are zero: the kernel skips them.
-        precision: How the kernel multiplies float32 operands, one of `PRECISIONS`; sums are in float32. By default
-            what `torch.set_float32_matmul_precision` allows: `"bf16"` with `high` and `medium`, else `"fp32x3"`.
-
-    Returns:
-        `out`.
-
-    Raises:
-        ValueError: The shapes do not belong together, or the precision is unknown.
-
-    Example:
-
-        >>> g, a = torch.randn(5, 7, 3), torch.randn(5, 7, 2)
-        >>> out = accumulate_squared_products(torch.zeros(3, 2), g, a)
-        >>> torch.allclose(out, torch.einsum("nto,nti->noi", g, a).square().sum(0), atol=1e-4)
-        True
-    """
-    _check(out, grad_outputs, inputs, lengths)
-    pending = PendingSquares(precision)
-    pending.add_products(out, grad_outputs, inputs, lengths)
-    pending.flush()
-    return out
-
-
-def squared_product_norm(
-    grad_outputs: Tensor, inputs: Tensor, lengths: Lengths = None, *, precision: str | None = None
-) -> Tensor:
-    """The squared Frobenius norm of what `accumulate_squared_products` would add to a zero matrix.
-
-    Norms of batches do not add up, so this is for the case that all samples are in one batch; the kernel then needs no
-    memory of the size of the weight. Arguments as there.
-
-    Returns:
-        A scalar of at least float32.
-
-    Example:
-
-        >>> g, a = torch.randn(5, 7, 3), torch.randn(5, 7, 2)
-        >>> out = accumulate_squared_products(torch.zeros(3, 2), g, a)
-        >>> torch.allclose(squared_product_norm(g, a), out.square().sum())
-        True
-    """
-    height, width = grad_outputs.shape[-1], inputs.shape[-1]
-    dtype = torch.promote_types(grad_outputs.dtype, torch.float32)
-    pending = PendingSquares(precision)
-    if not _has_kernel(grad_outputs, dtype, pending.precision):
-        out = grad_outputs.new_zeros(height, width, dtype=dtype)
-        return accumulate_squared_products(out, grad_outputs, inputs, lengths).square_().sum()
-    from peft_surgical.fisher import triton_kernel as fisher_triton
-
-    job, kind = pending._make_job(None, grad_outputs, inputs, lengths)
-    fisher_triton.launch([job], kind, pending.precision, norm=True)
-    return job.out.sum()
-
-
-class PendingSquares:
-    """Squares that wait until there are enough of them for one launch.
-
-    A transformer layer has a dozen small parameters, and starting a few small operations for each would take longer
-    than the arithmetic. Whoever adds must call `flush` before reading any of the sums.
-
-    Args:
-        precision: See `accumulate_squared_products`.
-
-    Example:
-
-        >>> pending, weight, bias = PendingSquares(), torch.zeros(3, 2), torch.zeros(3)
-        >>> g, a = torch.randn(5, 7, 3), torch.randn(5, 7, 2)
-        >>> pending.add_products(weight, g, a)
-        >>> pending.add_gradients(bias, g.sum(1))
-        >>> pending.flush()
-        >>> torch.allclose(bias, g.sum(1).square().sum(0))
-        True
-    """
-
-    def __init__(self, precision: str | None = None):
-        self.precision = _resolve(precision)
-        self._products: dict[Kind, _Waiting] = {}
-        self._gradients: list[tuple[Tensor, Tensor, Callable[[Tensor], None] | None]] = []
-        self._rounded: tuple[Tensor, Tensor] | None = None
-
-    def add_products(self, out: Tensor, grad_outputs: Tensor, inputs: Tensor, lengths: Lengths = None) -> None:
-        """Add `sum_n (G[n].T @ A[n]) ** 2` to `out`; see `accumulate_squared_products`."""
-        if not grad_outputs.numel() or not inputs.numel():
-            return
-        if not _has_kernel(grad_outputs, out.dtype, self.precision):
-            add = _add_by_chunk if grad_outputs.is_cuda else _add_by_sample
-            return add(out, grad_outputs, inputs)
-        job, kind = self._make_job(out, grad_outputs, inputs, lengths)
-        waiting, place = self._products.get(kind), out.data_ptr()
-        if waiting is not None and place in waiting.places:
-            self._launch(kind)  # within a launch a result belongs to one job
-            waiting = None
-        if waiting is None:
-            waiting = self._products[kind] = _Waiting()
-        waiting.jobs.append(job)
-        waiting.places.add(place)
-        waiting.entries += out.numel()
-        if waiting.entries >= _ENTRIES_PER_LAUNCH:
-            self._launch(kind)
-
-    def add_gradients(self, out: Tensor, gradients: Tensor, then: Callable[[Tensor], None] | None = None) -> None:
-        """Add `sum_n g[n] ** 2` to `out`.
-
-        Args:
-            out: The sum so far.
-            gradients: Per-sample gradients g, (N, *shape of out).
-            then: Gets the squares, (N, entries of out), as soon as they are there.
-        """
-        if gradients.shape[1:] != out.shape:
-            raise ValueError(f"gradients of shape {tuple(gradients.shape)} are not (N, *{tuple(out.shape)}).")
-        self._gradients.append((out, gradients.flatten(1), then))
-        if gradients.numel() > _CHUNK_ELEMENTS:  # worth a launch of its own, and too large to be kept
-            self._add_gradients()
-
-    def flush(self) -> None:
-        """Finish everything that waits."""
-        self._rounded = None
-        for kind in list(self._products):
-            self._launch(kind)
-        self._add_gradients()
-
-    def _add_gradients(self) -> None:
-        alike: dict[tuple, list] = {}
-        times = Counter[int]()  # within a launch a result may be there once
-        for waiting in self._gradients:
-            out, g, _ = waiting
-            place = out.data_ptr()
-            alike.setdefault((out.dtype, out.device, len(g), times[place]), []).append(waiting)
-            times[place] += 1
-        self._gradients.clear()
-        for (dtype, *_), group in alike.items():
-            outs, gradients, thens = zip(*group, strict=True)
-            squares = torch.cat(gradients, 1).to(dtype).square_()
-            widths = [g.shape[1] for g in gradients]
-            parts = squares.sum(0).split(widths)
-            torch._foreach_add_(list(outs), [part.view_as(out) for part, out in zip(parts, outs, strict=True)])
-            for then, part in zip(thens, squares.split(widths, 1), strict=True):
-                if then is not None:
-                    then(part)
-
-    def _make_job(
-        self, out: Tensor | None, grad_outputs: Tensor, inputs: Tensor, lengths: Lengths
-    ) -> tuple[Job, Kind]:
-        from peft_surgical.fisher import triton_kernel as fisher_triton
-
-        if lengths is not None:
-            lengths = torch.as_tensor(lengths, dtype=torch.int32, device=grad_outputs.device)
-        dtype = grad_outputs.dtype
-        if dtype != inputs.dtype:
-            dtype = torch.promote_types(dtype, inputs.dtype)
-        if dtype == torch.float32 and self.precision == "bf16":
-            dtype = torch.bfloat16
-        return fisher_triton.make_job(out, grad_outputs.to(dtype), self._round(inputs, dtype), lengths)
-
-    def _round(self, inputs: Tensor, dtype: torch.dtype) -> Tensor:
-        """The inputs in another type. Several maps in a row may have the same ones, as query, key and value do."""
-        if inputs.dtype == dtype:
-            return inputs
-        if self._rounded is None or not self._rounded[0].is_set_to(inputs) or self._rounded[1].dtype != dtype:
-            self._rounded = inputs, inputs.to(dtype)
-        return self._rounded[1]
-
-    def _launch(self, kind: Kind) -> None:
-        from peft_surgical.fisher import triton_kernel as fisher_triton
-
-        fisher_triton.launch(self._products.pop(kind).jobs, kind, self.precision)
-
-
-@dataclass
-class _Waiting:
-    """Products of one kind, where their results are, and how many entries these have."""
-
-    jobs: list[Job] = field(default_factory=list)
-    places: set[int] = field(default_factory=set)
-    entries: int = 0
 
 
 def sum_normalized(grad_outputs: Tensor, inputs: Tensor, eps: float, *, center: bool = True) -> Tensor:
@@ -252,10 +52,10 @@ def sum_normalized(grad_outputs: Tensor, inputs: Tensor, eps: float, *, center: 
         torch.Size([5, 2, 3])
     """
     dtype = torch.promote_types(grad_outputs.dtype, torch.float32)
-    if _has_kernel(grad_outputs, dtype, default_precision()) and inputs.shape[2] <= 8192:
-        from peft_surgical.fisher import triton_kernel as fisher_triton
+    if has_kernel(grad_outputs, dtype, default_precision()) and inputs.shape[2] <= 8192:
+        from peft_surgical.fisher import triton_kernel
 
-        return fisher_triton.sum_normalized(grad_outputs, inputs, eps, center)
+        return triton_kernel.sum_normalized(grad_outputs, inputs, eps, center)
     g, x = grad_outputs.to(dtype), inputs.to(dtype)
     x = F.layer_norm(x, x.shape[2:], eps=eps) if center else x * (x.square().mean(-1, keepdim=True) + eps).rsqrt()
     return torch.stack([(g * x).sum(1), g.sum(1)], dim=1)
@@ -266,24 +66,12 @@ def default_precision() -> str:
     return "fp32x3" if torch.get_float32_matmul_precision() == "highest" else "bf16"
 
 
-def _resolve(precision: str | None) -> str:
-    precision = precision or default_precision()
-    if precision not in PRECISIONS:
-        raise ValueError(f"precision={precision!r} is unknown; allowed are {', '.join(PRECISIONS)}.")
-    return precision
+def operand_type(dtype: torch.dtype, precision: str) -> torch.dtype:
+    """The type in which operands of a type are multiplied."""
+    return torch.bfloat16 if dtype == torch.float32 and precision == "bf16" else dtype
 
 
-def _check(out: Tensor, grad_outputs: Tensor, inputs: Tensor, lengths: Lengths) -> None:
-    shapes = tuple(grad_outputs.shape), tuple(inputs.shape)
-    if len(shapes[0]) != 3 or len(shapes[1]) != 3 or shapes[0][:2] != shapes[1][:2]:
-        raise ValueError(f"grad_outputs and inputs have shapes {shapes}; needed are (N, T, O) and (N, T, I).")
-    if tuple(out.shape) != (shapes[0][2], shapes[1][2]):
-        raise ValueError(f"out has shape {tuple(out.shape)}; needed is (O, I) = {(shapes[0][2], shapes[1][2])}.")
-    if lengths is not None and len(lengths) != shapes[0][0]:
-        raise ValueError(f"{len(lengths)} lengths are given for {shapes[0][0]} samples; needed is one for each.")
-
-
-def _add_by_sample(out: Tensor, grad_outputs: Tensor, inputs: Tensor) -> None:
+def add_by_sample(out: Tensor, grad_outputs: Tensor, inputs: Tensor) -> None:
     """One sample at a time, through one buffer; samples with a single token row all at once, by one product."""
     live = grad_outputs.abs().amax(-1) != 0  # true for NaN as well; several times as fast as any()
     counts = live.sum(1)
@@ -301,9 +89,9 @@ def _add_by_sample(out: Tensor, grad_outputs: Tensor, inputs: Tensor) -> None:
         out.addcmul_(buffer, buffer)
 
 
-def _add_by_chunk(out: Tensor, grad_outputs: Tensor, inputs: Tensor) -> None:
+def add_by_chunk(out: Tensor, grad_outputs: Tensor, inputs: Tensor) -> None:
     """A few samples at a time: their gradients by one `bmm`, their sum of squares in one pass over those."""
-    chunk = max(1, _CHUNK_ELEMENTS // out.numel())
+    chunk = max(1, CHUNK_ELEMENTS // out.numel())
     for g, a in zip(grad_outputs.split(chunk), inputs.split(chunk), strict=True):
         norm = torch.linalg.vector_norm(multiply(g.transpose(1, 2), a, out.dtype), dim=0)
         out.addcmul_(norm, norm)
@@ -319,27 +107,27 @@ def multiply(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
         return torch.bmm(left.to(dtype), right.to(dtype))
 
 
-def _has_kernel(grad_outputs: Tensor, dtype: torch.dtype, precision: str) -> bool:
+def has_kernel(grad_outputs: Tensor, dtype: torch.dtype, precision: str) -> bool:
     operand = grad_outputs.dtype
     if dtype != torch.float32 or operand not in (torch.float32, torch.bfloat16, torch.float16):
         return False
-    return grad_outputs.is_cuda and _kernel_works(operand, precision, grad_outputs.device)
+    return grad_outputs.is_cuda and kernel_works(operand, precision, grad_outputs.device)
 
 
 @functools.cache
-def _kernel_works(operand: torch.dtype, precision: str, device: torch.device) -> bool:
+def kernel_works(operand: torch.dtype, precision: str, device: torch.device) -> bool:
     """Whether Triton is there and able to build the kernel, which takes a C compiler and a card that it knows."""
     if torch.version.cuda is None or torch.cuda.get_device_capability(device) < (8, 0):
         return False
     if importlib.util.find_spec("triton") is None:
         return False
-    x = torch.ones(1, 16, 16, dtype=operand, device=device)
+    x = torch.ones(1, 16, 16, dtype=operand_type(operand, precision), device=device)
     out = torch.zeros(16, 16, device=device)
     try:
-        from peft_surgical.fisher import triton_kernel as fisher_triton
+        from peft_surgical.fisher import triton_kernel
 
-        job, kind = PendingSquares(precision)._make_job(out, x, x, None)
-        fisher_triton.launch([job], kind, precision)
+        job, kind = triton_kernel.make_job(out, x, x, None)
+        triton_kernel.launch([job], kind, precision)
         return bool((out == 256).all())
     except Exception as error:  # whatever a compiler may raise
         logger.warning("The Triton kernel for the Fisher cannot be used on %s; bmm is used instead. %s", device, error)

@@ -14,7 +14,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from peft_surgical.fisher.kernel import PendingSquares
+from peft_surgical.fisher.pending_squares import PendingSquares
 
 
 _CHUNK_ELEMENTS = 2**22

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from peft_surgical.fisher.entries import WHOLE_VECTOR, EntryKeeper, KeptEntries, estimate_products
-from peft_surgical.fisher.kernel import PendingSquares
+from peft_surgical.fisher.pending_squares import PendingSquares
 from peft_surgical.fisher.processes import add_up, gather
 from peft_surgical.fisher.sample_gradients import DenseGradients, SampleGradients
 
