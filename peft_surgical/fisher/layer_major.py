@@ -197,17 +197,27 @@ class LayerMajorEngine(Engine):
                 try:
                     self._differentiate_pass(number, kept, call, sums)
                 except NotFinite as error:
-                    raise not_finite_error(error, kept.batch) from None
+                    raise not_finite_error(self._traced(error, number, kept, call, sums), kept.batch) from None
             self.progress.advance(len(kept.batch))
 
-    def _differentiate_pass(self, number: int, kept: _Pass, call: _LayerCall, sums: FisherSums) -> None:
+    def _traced(self, error: NotFinite, number: int, kept: _Pass, call: _LayerCall, sums: FisherSums) -> NotFinite:
+        """An error that names a layer, traced to a module in it."""
+        try:
+            self._differentiate_pass(number, kept, call, sums, checked=True)
+        except NotFinite as closer:
+            return closer
+        return error
+
+    def _differentiate_pass(
+        self, number: int, kept: _Pass, call: _LayerCall, sums: FisherSums, checked: bool = False
+    ) -> None:
         samples, module = len(kept.batch), self.task.layers[number].module
         units = self._units_of(number, kept.batch)
         inputs = [self.store.get(x) if isinstance(x, Kept) else x for x in call.inputs]
         flowing = {i: inputs[i].detach().requires_grad_() for i in call.sources}
         inputs = [flowing.get(i, x) for i, x in enumerate(inputs)]
         args, kwargs = tree_unflatten(inputs, call.spec)
-        with GradientListener(units, sums.by_id) as listener:
+        with GradientListener(units, sums.by_id, checked=checked) as listener:
             listener.start(samples, *self.padding.find(kept.batch))
             outputs = dict(zip(call.outputs, float_tensors(module(*args, **kwargs)), strict=True))
             sums.start(samples)
@@ -224,6 +234,7 @@ class LayerMajorEngine(Engine):
                     allow_unused=True,
                 )
                 if not all_finite(grads):
+                    gradients |= arrived
                     raise NotFinite(_first_bad(grads, samples), self.task.layers[number].path)
                 listener.finish()
                 sums.finish()
