@@ -73,17 +73,19 @@ def operand_type(dtype: torch.dtype, precision: str) -> torch.dtype:
 
 def add_by_sample(out: Tensor, grad_outputs: Tensor, inputs: Tensor) -> None:
     """One sample at a time, through one buffer; samples with a single token row all at once, by one product."""
-    live = grad_outputs.abs().amax(-1) != 0  # true for NaN as well; several times as fast as any()
+    # true for NaN as well; several times as fast as any()
+    live = (grad_outputs.amax(-1) != 0) | (grad_outputs.amin(-1) != 0)
     counts = live.sum(1)
+    first = torch.arange(live.shape[1]) < counts[:, None]  # padding on the right, and nothing else
     single = live & (counts == 1)[:, None]
     if single.any():  # (g a^T)^2 = g^2 (a^2)^T
         g, a = grad_outputs[single].to(out.dtype), inputs[single].to(out.dtype)
         out.addmm_(g.square().T, a.square())
     buffer = torch.empty_like(out)
-    for n, count in enumerate(counts.tolist()):
+    for n, (count, gapless) in enumerate(zip(counts.tolist(), (first == live).all(1).tolist(), strict=True)):
         if count < 2:
             continue
-        rows = slice(count) if live[n, :count].all() else live[n]
+        rows = slice(count) if gapless else live[n]
         g, a = grad_outputs[n, rows].to(out.dtype), inputs[n, rows].to(out.dtype)
         torch.mm(g.T, a, out=buffer)
         out.addcmul_(buffer, buffer)
