@@ -53,11 +53,10 @@ def estimate_uncertainty(shares: Tensor, counts: Tensor, seed: int = 0) -> Uncer
     scores = _resampled(shares, counts, generator)
     tail = (1 - LEVEL) / 2
     low, high = torch.quantile(scores, torch.tensor([tail, 1 - tail], dtype=scores.dtype), dim=0)
-    layers = shares.shape[0]
     ranks = scores.argsort(dim=1, descending=True, stable=True).argsort(dim=1)
-    top = [[float((ranks[:, layer] < k).double().mean()) for k in range(1, layers + 1)] for layer in range(layers)]
+    top = (ranks[:, :, None] < torch.arange(1, len(shares) + 1)).double().mean(0)
     return Uncertainty(
-        list(zip(low.tolist(), high.tolist(), strict=True)), top, _split_half(shares, counts, generator)
+        list(zip(low.tolist(), high.tolist(), strict=True)), top.tolist(), _split_half(shares, counts, generator)
     )
 
 
@@ -70,10 +69,16 @@ def kendall_tau(first: Sequence[float] | Tensor, second: Sequence[float] | Tenso
         0.3333333333333333
     """
     a, b = (torch.as_tensor(x, dtype=torch.float64) for x in (first, second))
-    if len(a) < 2:
-        return 1.0
-    agreement = (a[:, None] - a).sign() * (b[:, None] - b).sign()
-    return float(agreement.sum() / (len(a) * (len(a) - 1)))
+    return float(_kendall_taus(a[None], b[None]))
+
+
+def _kendall_taus(first: Tensor, second: Tensor) -> Tensor:
+    """For pairs of rows of scores, (S, L), their tau, (S,)."""
+    layers = first.shape[1]
+    if layers < 2:
+        return torch.ones(len(first), dtype=torch.float64)
+    agreement = [(x[:, :, None] - x[:, None]).sign() for x in (first, second)]
+    return (agreement[0] * agreement[1]).sum((1, 2)) / (layers * (layers - 1))
 
 
 def _resampled(shares: Tensor, counts: Tensor, generator: torch.Generator) -> Tensor:
@@ -90,10 +95,7 @@ def _split_half(shares: Tensor, counts: Tensor, generator: torch.Generator) -> f
     samples = len(counts)
     if samples < 2:
         return None
-    taus = []
-    for _ in range(SPLITS):
-        order = torch.randperm(samples, generator=generator)
-        halves = order[: samples // 2], order[samples // 2 :]
-        first, second = (shares[:, half].sum(1) / counts[half].sum().clamp_min(1e-300) for half in halves)
-        taus.append(kendall_tau(first, second))
-    return sum(taus) / len(taus)
+    order = torch.rand(SPLITS, samples, generator=generator).argsort(1)
+    first = (order < samples // 2).to(shares.dtype)
+    scores = [half @ shares.T / (half @ counts).clamp_min(1e-300)[:, None] for half in (first, 1 - first)]
+    return float(_kendall_taus(*scores).mean())
