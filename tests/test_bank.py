@@ -450,14 +450,14 @@ def test_a_model_with_adapters_and_odd_budgets_are_refused(tasks):
 def hammer(
     bank, answers, *, threads: int, seconds: float, mix, ask=ask, is_right=torch.equal
 ) -> tuple[int, list[str]]:
-    """Let many threads ask for random tasks; gives the number of answers and what was wrong."""
+    """Let many threads ask for random tasks, five each at least; gives the number of answers and what was wrong."""
     wrong: list[str] = []
     done = [0] * threads
     deadline = time.monotonic() + seconds
 
     def work(number: int) -> None:
         chance = random.Random(number)
-        while time.monotonic() < deadline and not wrong:
+        while (time.monotonic() < deadline or done[number] < 5) and not wrong:
             name = mix(chance)
             try:
                 if not is_right(ask(bank, name), answers[name]):
@@ -472,7 +472,7 @@ def hammer(
     for worker in workers:
         worker.start()
     for worker in workers:
-        worker.join(seconds + 60)
+        worker.join(seconds + 300)
     assert not any(worker.is_alive() for worker in workers)
     return sum(done), wrong
 
@@ -489,7 +489,7 @@ def test_sixteen_threads_on_fifty_tasks_get_only_right_answers(host_budget, many
     )
     assert wrong == []
     stats = bank.stats()
-    assert count > 50
+    assert count >= 80
     assert stats.device_peak <= 150_000
     assert stats.host_peak <= host_budget
     assert stats.device_evictions > 10
@@ -501,7 +501,7 @@ def test_threads_of_different_methods_get_only_right_answers(tasks):
     bank = fill(DeltaBank(base(), device_budget=120_000), folder, answers)
     count, wrong = hammer(bank, answers, threads=6, seconds=2, mix=lambda c: c.choice(list(answers)))
     assert wrong == []
-    assert count > 20
+    assert count >= 30
 
 
 def test_one_thread_cannot_use_two_tasks_at_once_but_one_twice(tasks):

@@ -139,7 +139,7 @@ def test_threads_with_streams_of_their_own_get_only_right_answers(alike):
         is_right=lambda found, wanted: torch.allclose(found.cpu(), wanted, atol=1e-4, rtol=1e-4),
     )
     assert wrong == []
-    assert count > 50
+    assert count >= 40
     assert bank.stats().device_peak <= 4 * size
 
 
