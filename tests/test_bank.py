@@ -517,6 +517,30 @@ def test_one_thread_cannot_use_two_tasks_at_once_but_one_twice(tasks):
     assert torch.equal(ask(bank, "first"), answers["first"])
 
 
+def test_who_waits_for_a_task_that_is_removed_is_told_so(tasks):
+    folder, answers = tasks
+    bank = fill(DeltaBank(base()), folder, ["last", "first"])
+    told: list[str] = []
+
+    def ask_for_first() -> None:
+        try:
+            ask(bank, "first")
+        except ValueError as error:
+            told.append(str(error))
+
+    threads = [threading.Thread(target=bank.remove, args=("first",)), threading.Thread(target=ask_for_first)]
+    with bank.task("last"):
+        for waiting, thread in enumerate(threads, 1):
+            thread.start()
+            while len(bank._lock._queue) < waiting:
+                time.sleep(0.001)
+    for thread in threads:
+        thread.join(30)
+    assert len(told) == 1
+    assert "There is no task 'first'" in told[0]
+    assert torch.equal(ask(bank, "last"), answers["last"])
+
+
 @pytest.mark.parametrize("compiled", [False, True])
 def test_forwards_within_inference_mode_work(compiled, tasks):
     folder, answers = tasks

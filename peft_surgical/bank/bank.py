@@ -98,8 +98,7 @@ class DeltaBank:
                 not concerned.
         """
         with self._store.lock:
-            if name in self._tasks:
-                raise ValueError(f"There is a task {name!r} already. Remove it first, or choose another name.")
+            self._refuse_known(name)
             self._count += 1
             adapter = f"task_{self._count}"
         with _naming(name):
@@ -107,6 +106,7 @@ class DeltaBank:
             self._seats.check(task)
         known = labels or getattr(task.config, "labels", None) or _labels_in(task, self._base, self._base_labels)
         with self._store.lock:
+            self._refuse_known(name)  # another thread may have been faster
             self._labels[name] = dict(known)
             self._tasks[name] = task
 
@@ -241,7 +241,7 @@ class DeltaBank:
         try:
             for name in use.names:
                 with _naming(name):
-                    adapters.append(self._seats.bring(self._tasks[name]))
+                    adapters.append(self._seats.bring(self._known(name)))  # it may have been removed meanwhile
         except BaseException:
             self._store.protected = set()
             self._failures += 1
@@ -258,6 +258,10 @@ class DeltaBank:
         except KeyError:
             known = ", ".join(sorted(self._tasks)[:20]) or "none"
             raise ValueError(f"There is no task {name!r}. Tasks: {known}.") from None
+
+    def _refuse_known(self, name: str) -> None:
+        if name in self._tasks:
+            raise ValueError(f"There is a task {name!r} already. Remove it first, or choose another name.")
 
     def _labels_of(self, name: str) -> dict[str, Any]:
         self._known(name)
