@@ -23,7 +23,7 @@ from fastapi import FastAPI, HTTPException
 from pydantic import BaseModel
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from peft_surgical.bank import DeltaBank
+from peft_surgical import DeltaBank
 
 
 class Request(BaseModel):
