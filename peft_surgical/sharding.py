@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from torch import nn
+from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 
 from peft_surgical.layers import find_stacks
 
@@ -56,13 +58,13 @@ def check_not_prepared(model: nn.Module, action: str, *, but_for: str | None = N
 
 
 def shard_by_layer(accelerator: Any, model: nn.Module) -> None:
-    """Let FSDP make a unit of each transformer layer, if the launch named no classes. Other engines need nothing.
+    """Let FSDP make a unit of each transformer layer, or of the classes that the launch names. Call it before training.
 
-    accelerate goes by the model's own list, which for some families has the embeddings too; FSDP2 cannot take those
-    twice. Call it before `accelerator.prepare(model)`.
+    Left to themselves, FSDP2 fails on families whose own list of units has the embeddings too, and under Trainer FSDP1
+    makes a unit of a trained head, which then hangs when it is saved. With other engines this does nothing.
 
     Args:
-        accelerator: accelerate's `Accelerator`, also that of a `Trainer`.
+        accelerator: accelerate's `Accelerator`; of a `Trainer`, `trainer.accelerator`.
         model: The model, with or without adapters.
 
     Example:
@@ -71,6 +73,15 @@ def shard_by_layer(accelerator: Any, model: nn.Module) -> None:
         >>> shard_by_layer(Accelerator(cpu=True), nn.Linear(2, 2))
     """
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
-    if plugin is not None and not plugin.transformer_cls_names_to_wrap:
+    if plugin is None:
+        return
+    if not plugin.transformer_cls_names_to_wrap:
         layers = [layer.module for stack in find_stacks(model).values() for layer in stack.layers]
         plugin.transformer_cls_names_to_wrap = list(dict.fromkeys(type(layer).__name__ for layer in layers))
+    if getattr(plugin, "fsdp_version", 1) == 1:
+        names = plugin.transformer_cls_names_to_wrap
+        classes = {type(module) for module in model.modules() if type(module).__name__ in names}
+        policy = partial(transformer_auto_wrap_policy, transformer_layer_cls=classes)
+        # one that stays, for Trainer puts PEFT's in its place when training starts
+        stays = {"auto_wrap_policy": property(lambda self: policy, lambda self, other: None)}
+        plugin.__class__ = type(type(plugin).__name__, (type(plugin),), stays)

@@ -20,6 +20,7 @@ from transformers import (
 )
 
 from peft_surgical import StratifiedConfig, SurgicalConfig, rank_layers
+from peft_surgical.sharding import shard_by_layer
 
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -78,5 +79,6 @@ trainer = Trainer(
     eval_dataset=dataset["validation"],
     data_collator=collator,
 )
+shard_by_layer(trainer.accelerator, model)  # for FSDP
 trainer.train(resume_from_checkpoint=args.resume)
 trainer.save_model(f"{args.output}/adapter")  # gathers sharded weights; the first process writes

@@ -372,6 +372,9 @@ class DeltaTuner(BaseTuner):
         decoded = decode_state(model, adapter_name, state_dict, cls._remove_adapter_name_from_key)
         remapped = super()._remap_adapter_state_dict_for_load(model, config, adapter_name, decoded)
         live = live_tensors(model, adapter_name)
+        # under FSDP1 the modules' paths are not the names of their tensors, and PEFT finds none
+        by_saved_name = {cls._remove_adapter_name_from_key(name, adapter_name): name for name in live}
+        remapped = {name if name in live else by_saved_name.get(name, name): t for name, t in remapped.items()}
         check_tensors(
             {name: torch.Size(tensor.shape) for name, tensor in remapped.items()},
             cls._wanted_shapes(config, adapter_name, live),
@@ -380,7 +383,11 @@ class DeltaTuner(BaseTuner):
         )
         config.forget_saved_names()
         # PEFT may assign what it loads, which would bring the file's dtype and device into the model
-        return {name: as_live(live[name], tensor) if name in live else tensor for name, tensor in remapped.items()}
+        loaded = {name: as_live(live[name], tensor) if name in live else tensor for name, tensor in remapped.items()}
+        prefix = prefix_of_peft_model(live)
+        if prefix_of_peft_model(name for name, _ in model.named_parameters()) == prefix:
+            return loaded
+        return {prefix + name: tensor for name, tensor in loaded.items()}  # PEFT takes FSDP1's prefix for none: it cuts ours
 
 
 @dataclass

@@ -1,0 +1,135 @@
+"""What is trained in one process and in several: models, data and steps, the same for both."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from adapters import make_config
+from peft import LoraConfig, PeftModel, get_peft_model
+from peft.utils.constants import DUMMY_TARGET_MODULES
+from tiny_models import batch, build
+from torch import nn
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+from peft_surgical.sharding import shard_by_layer
+
+
+STEPS, ROWS = 3, 4
+
+
+@dataclass(frozen=True)
+class Case:
+    """A way of tuning."""
+
+    name: str
+    method: str
+    checkpointing: bool = False
+
+
+METHODS = [Case("surgical", "SURGICAL"), Case("stratified", "STRATIFIED"), Case("head", "HEAD")]
+CHECKPOINTED = [
+    Case("surgical-checkpointed", "SURGICAL", checkpointing=True),
+    Case("stratified-checkpointed", "STRATIFIED", checkpointing=True),
+]
+CASES = [*METHODS, *CHECKPOINTED]
+
+
+def make_base() -> nn.Module:
+    """Without dropout, so that any number of processes computes the same."""
+    return build("bert", hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+
+
+def make_model(case: Case) -> PeftModel:
+    torch.manual_seed(1)
+    if case.method == "HEAD":
+        config = LoraConfig(task_type="SEQ_CLS", target_modules=DUMMY_TARGET_MODULES, modules_to_save=["classifier"])
+    else:
+        config = make_config(case.method, "bert", [1, 2])
+    model = get_peft_model(make_base(), config)
+    if case.checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model.train()
+
+
+def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    # AdamW would blow up gradients that are zero but for rounding, as those of the keys' biases are
+    return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
+
+
+def batches(rank: int = 0, processes: int = 1) -> Iterator[dict[str, torch.Tensor]]:
+    """A process's rows of each step's batch."""
+    rows = ROWS // processes
+    for step in range(STEPS):
+        joint = batch("bert", n=ROWS, seed=step)
+        yield {name: value[rank * rows : (rank + 1) * rows] for name, value in joint.items()}
+
+
+def samples() -> list[dict[str, torch.Tensor]]:
+    """Rows to rank the layers on."""
+    joint = batch("bert", n=12, seed=7)
+    return [{name: value[i] for name, value in joint.items()} for i in range(12)]
+
+
+def train(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    steps: Iterable[dict[str, torch.Tensor]],
+    backward: Callable[[torch.Tensor], None] = torch.Tensor.backward,
+) -> None:
+    for inputs in steps:
+        backward(model(**inputs).loss)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@torch.no_grad()
+def logits(model: nn.Module) -> torch.Tensor:
+    inputs = batch("bert", n=ROWS, seed=99, labels=False)
+    model.eval()
+    return model(**inputs).logits.detach().clone()
+
+
+def plain_name(name: str) -> str:
+    """A parameter's name without the wrappers of engines and checkpointing."""
+    return name.replace("_fsdp_wrapped_module.", "").removesuffix("._fsdp_wrapped_module").removeprefix("module.")
+
+
+def digest(tensors: Iterable[torch.Tensor]) -> str:
+    """Equal for tensors that are equal bit for bit."""
+    sha = hashlib.sha256()
+    for tensor in tensors:
+        sha.update(tensor.detach().contiguous().numpy().tobytes())
+    return sha.hexdigest()
+
+
+class StopAt(TrainerCallback):
+    def __init__(self, step: int):
+        self.step = step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_training_stop = state.global_step >= self.step
+
+
+def make_trainer(case: Case, folder: Path, callbacks: Iterable[TrainerCallback] = ()) -> Trainer:
+    """A Trainer as a user makes one, with AdamW and a checkpoint every other step."""
+    rows = batch("bert", n=16, seed=5)
+    data = [{name: value[i] for name, value in rows.items()} for i in range(16)]
+    model = make_model(case)
+    arguments = TrainingArguments(
+        output_dir=str(folder),
+        max_steps=4,
+        save_steps=2,
+        per_device_train_batch_size=2,
+        learning_rate=1e-2,
+        report_to=[],
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+        seed=0,
+    )
+    trainer = Trainer(model, arguments, train_dataset=data, callbacks=[*callbacks])
+    shard_by_layer(trainer.accelerator, model)
+    return trainer

@@ -1,0 +1,40 @@
+"""The command line in several processes, of which the second is killed as if by `kill -9`: `dying.py WHEN train ...`.
+
+WHEN is `training` (in the second epoch) or `saving` (at its end, when the others write the second checkpoint).
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from transformers import Trainer
+
+from peft_surgical.cli import app
+
+
+def dying_at(call: int, method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method that kills its process at a call, counted from 1."""
+    calls = 0
+
+    @functools.wraps(method)
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == call:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return method(*args, **kwargs)
+
+    return counted
+
+
+if __name__ == "__main__":
+    when = sys.argv.pop(1)
+    if os.environ["RANK"] == "1":
+        name, call = {"training": ("training_step", 10), "saving": ("_save_checkpoint", 2)}[when]
+        setattr(Trainer, name, dying_at(call, getattr(Trainer, name)))
+    app()

@@ -1,0 +1,252 @@
+"""Training, saving, loading and resuming in two processes, under each engine, against one process.
+
+Each engine is launched once, see `distributed/worker.py`; the tests read what its processes found.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from distributed.cases import (
+    CASES,
+    CHECKPOINTED,
+    METHODS,
+    Case,
+    batches,
+    digest,
+    logits,
+    make_base,
+    make_model,
+    make_optimizer,
+    samples,
+    train,
+)
+from distributed.launch import ENGINES, HERE, launch_well, once, skip_if_missing
+from peft import PeftModel
+from safetensors.torch import load_file
+
+from peft_surgical import rank_layers
+
+
+SHARDING = ["fsdp2", "fsdp1", "zero3"]
+
+engines = pytest.mark.parametrize("engine", list(ENGINES))
+sharding = pytest.mark.parametrize("engine", SHARDING)
+cases = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+methods = pytest.mark.parametrize("case", METHODS, ids=lambda case: case.name)
+own_methods = pytest.mark.parametrize("case", METHODS[:2], ids=lambda case: case.name)
+
+
+@dataclass(frozen=True)
+class Run:
+    """What the processes of one launch found."""
+
+    folder: Path
+    facts: list[dict[str, Any]]  # of each process
+
+    def tensors(self, case: Case) -> dict[str, Any]:
+        return torch.load(self.folder / f"{case.name}.pt")
+
+    def of_all(self, *path: str) -> list[Any]:
+        """A fact as each process has it."""
+        return [functools.reduce(lambda facts, key: facts[key], path, facts) for facts in self.facts]
+
+
+@pytest.fixture
+def run(engine, tmp_path_factory) -> Run:
+    skip_if_missing(engine)
+    folder = once(
+        tmp_path_factory.getbasetemp(),
+        f"engine-{engine}",
+        lambda folder: launch_well(engine, [str(HERE / "worker.py"), str(folder)]),
+    )
+    return Run(folder, json.loads((folder / "facts.json").read_text()))
+
+
+@functools.cache
+def trained_alone(case: Case) -> PeftModel:
+    model = make_model(case)
+    train(model, make_optimizer(model), batches())
+    return model
+
+
+def names_trained(model: PeftModel) -> set[str]:
+    return {name for name, p in model.named_parameters() if p.requires_grad}
+
+
+def check_as_alone(run: Run, case: Case) -> None:
+    """The weights are those of one process with the joint batches, and all that is trained has moved."""
+    found, start, alone = run.tensors(case)["weights"], make_model(case), trained_alone(case)
+    expected = dict(alone.named_parameters())
+    assert set(found) == set(expected)
+    for name, parameter in start.named_parameters():
+        torch.testing.assert_close(found[name], expected[name].detach(), rtol=0, atol=1e-6)
+        if ".key." not in name or not name.endswith("bias"):  # softmax makes a key's bias one that changes nothing
+            assert torch.equal(found[name], parameter.detach()) != parameter.requires_grad, name
+
+
+# training
+
+
+@engines
+@cases
+def test_two_processes_train_as_one_with_the_joint_batch(run, case):
+    assert run.of_all("processes") == [2, 2]
+    check_as_alone(run, case)
+
+
+@engines
+@cases
+def test_processes_end_with_the_same_weights_to_the_last_bit(run, case):
+    first, second = run.of_all(case.name, "digest")
+    assert first == second
+
+
+@engines
+@cases
+def test_the_base_keeps_its_weights_to_the_last_bit(run, case):
+    model = dict(make_model(case).named_parameters())
+    expected = digest(model[name] for name in sorted(model) if ".default." not in name)
+    assert run.of_all(case.name, "frozen digest") == [expected, expected]
+
+
+@cases
+@pytest.mark.parametrize("engine", ["ddp"])
+def test_every_trainable_parameter_gets_a_gradient(run, case):
+    """DDP without `find_unused_parameters` would fail in the second step otherwise."""
+    assert run.of_all(case.name, "without gradient") == [[], []]
+
+
+@sharding
+@cases
+def test_each_process_holds_its_share_of_frozen_and_trained_tensors(run, case):
+    first, second = run.of_all(case.name, "held")
+    whole = {name: p.numel() for name, p in make_model(case).named_parameters()}
+    assert set(first) == set(second) == set(whole)
+    assert sum(first.values()) + sum(second.values()) <= sum(whole.values()) * 1.01  # padded to even shares
+    assert sum(second.values()) > 0.45 * sum(whole.values())
+
+
+@pytest.mark.parametrize("engine", ["fsdp2", "fsdp1"])
+@cases
+def test_the_layers_stay_the_units_of_sharding(run, case):
+    for units in run.of_all(case.name, "units"):
+        layers = [unit for unit in units if ".layer." in unit]
+        assert layers == [f"base_model.model.bert.encoder.layer.{i}" for i in range(4)]
+
+
+# saving and loading
+
+
+@engines
+@cases
+def test_the_saved_files_are_those_that_one_process_saves(run, case, tmp_path):
+    model = make_model(case)
+    model.load_state_dict(run.tensors(case)["weights"], strict=False)
+    model.save_pretrained(tmp_path)
+    folders = run.folder / case.name, tmp_path
+    found, expected = (load_file(folder / "adapter_model.safetensors") for folder in folders)
+    assert set(found) == set(expected)
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype, name
+        assert found[name].numpy().tobytes() == tensor.numpy().tobytes(), name
+    configs = [json.loads((folder / "adapter_config.json").read_text()) for folder in folders]
+    assert configs[0] == configs[1]
+
+
+@engines
+@cases
+def test_the_saved_files_load_in_one_process_and_under_the_engine(run, case):
+    tensors = run.tensors(case)
+    assert not torch.allclose(tensors["logits"], logits(make_model(case)), atol=1e-3)
+    alone = logits(PeftModel.from_pretrained(make_base(), run.folder / case.name))
+    for found in (tensors["logits"], tensors["logits after loading"]):
+        assert torch.equal(found, alone)
+
+
+@sharding
+@own_methods
+def test_a_share_of_a_tensor_is_an_error_before_anything_is_written(run, case):
+    first, second = run.of_all(case.name, "not gathered")
+    assert "accelerator.get_state_dict(model)" in first
+    assert second  # this one has nothing to write, whatever it is told
+    for folder in run.folder.glob("raw-*"):
+        assert not list(folder.rglob("adapter_*"))
+
+
+@engines
+def test_adapting_loading_and_ranking_come_before_prepare(run, engine):
+    for errors in run.of_all("wrong order"):
+        for action in ("load", "adapt", "rank"):
+            if (engine, action) == ("ddp", "rank"):
+                assert not errors[action]  # every process has the whole model
+            else:
+                assert "comes first, accelerator.prepare(model)" in errors[action]
+
+
+@engines
+@methods
+def test_two_steps_of_trainer_and_two_more_are_four(run, case, engine):
+    if (engine, case.method) == ("fsdp1", "HEAD"):
+        pytest.skip("PEFT's own methods cannot save a checkpoint of a head under FSDP1")
+    whole, resumed = (run.folder / f"{case.name}-{name}/end" for name in ("whole", "half"))
+    expected, found = (load_file(folder / "adapter_model.safetensors") for folder in (whole, resumed))
+    half = load_file(run.folder / f"{case.name}-half/checkpoint-2/adapter_model.safetensors")
+    for name, tensor in expected.items():
+        assert not torch.equal(half[name], tensor)
+        if engine == "ddp":
+            assert torch.equal(found[name], tensor), name
+        else:
+            torch.testing.assert_close(found[name], tensor, rtol=0, atol=1e-6)
+    models = [PeftModel.from_pretrained(make_base(), folder) for folder in (whole, resumed)]
+    torch.testing.assert_close(logits(models[0]), logits(models[1]), rtol=0, atol=1e-5)
+
+
+# kinds of fault that users report of training in several processes, by their ids
+
+
+@pytest.mark.parametrize("engine", ["fsdp1", "fsdp2"])
+@own_methods
+def test_D3_frozen_and_trained_parameters_share_a_unit(run, case):
+    frozen_too = {n.split(".attention")[0] for n, p in make_model(case).named_parameters() if not p.requires_grad}
+    trained = {name.split(".attention")[0] for name in names_trained(make_model(case))}
+    assert frozen_too & trained & {f"base_model.model.bert.encoder.layer.{i}" for i in (1, 2)}
+    check_as_alone(run, case)
+
+
+@pytest.mark.parametrize("engine", ["fsdp2"])
+@own_methods
+def test_D6_sharded_tensors_are_saved_whole_and_come_back(run, case):
+    saved = load_file(run.folder / case.name / "adapter_model.safetensors")
+    expected = {name: p.shape for name, p in make_model(case).named_parameters() if p.requires_grad}
+    assert sorted(map(tuple, expected.values())) == sorted(tuple(tensor.shape) for tensor in saved.values())
+    weights, model = run.tensors(case)["weights"], PeftModel.from_pretrained(make_base(), run.folder / case.name)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(weights[name], parameter.detach()), name
+
+
+@pytest.mark.parametrize("engine", ["ddp"])
+@pytest.mark.parametrize("case", CHECKPOINTED, ids=lambda case: case.name)
+def test_D9_checkpointing_under_ddp_trains_as_one_process_without(run, case):
+    first, second = run.of_all(case.name, "digest")
+    assert first == second
+    check_as_alone(run, case)
+    plain = {c.method: c for c in METHODS}[case.method]
+    for name, tensor in run.tensors(plain)["weights"].items():
+        torch.testing.assert_close(run.tensors(case)["weights"][name], tensor, rtol=0, atol=1e-6)
+
+
+@engines
+@pytest.mark.parametrize("data", ["whole", "split"])
+def test_D11_processes_rank_their_shares_as_one_ranks_all(run, data):
+    """`split`: a loader that `accelerator.prepare` made gives each process samples of its own."""
+    first, second = run.of_all("rankings", data)
+    assert first == second
+    alone = rank_layers(make_base(), samples(), progress=False).scores
+    assert first == pytest.approx(alone, rel=1e-5)

@@ -1,0 +1,137 @@
+"""The command line and the example scripts under `accelerate launch` with the shipped configurations; and when a
+process dies."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from distributed.launch import HERE, ROOT, launch, launch_well, once, skip_if_missing
+from peft import PeftModel
+from safetensors.torch import load_file
+from tiny_task import LABELS, save_base, save_data
+
+from peft_surgical import LayerRanking
+from peft_surgical.training import TrainingJob, evaluate
+from peft_surgical.training.folder import newest_checkpoint
+from peft_surgical.training.loading import load_classifier, load_tokenizer, load_trained
+from peft_surgical.training.prepare import prepare, rank
+
+
+OPTIONS = {
+    "surgical": ["--top-k", "1", "--samples", "20"],
+    "spafit": ["--n1", "0", "--n2", "1", "--lora-r", "2"],
+    "head": [],
+}
+
+
+@pytest.fixture(scope="session")
+def places(tmp_path_factory) -> tuple[str, str]:
+    """A tiny base model and a task."""
+    folder = tmp_path_factory.mktemp("places")
+    return str(save_base(folder / "base")), str(save_data(folder / "data"))
+
+
+@pytest.fixture
+def train(places) -> Callable[..., list[str]]:
+    """The arguments of `peft-surgical train`."""
+
+    def arguments(output: Path, method: str, *more: str) -> list[str]:
+        base, data = places
+        common = ["--model", base, "--data", data, "--output", str(output), "--method", method, "--lr", "0.01"]
+        return ["train", *common, "--epochs", "3", "--batch-size", "4", *OPTIONS[method], *more]
+
+    return arguments
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "adapter_model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("engine", "method"),
+    [
+        ("ddp", "surgical"),
+        ("fsdp2", "spafit"),
+        ("fsdp2", "head"),
+        ("fsdp1", "surgical"),
+        ("zero2", "surgical"),
+        ("zero3", "spafit"),
+        ("zero3", "surgical"),
+    ],
+)
+def test_the_command_line_ranks_tunes_measures_and_saves_once(engine, method, places, train, tmp_path):
+    skip_if_missing(engine)
+    folder = tmp_path / "out"
+    output = launch_well(engine, ["-m", "peft_surgical.cli", *train(folder, method)])
+    assert output.count("Saved in") == 1  # the first process speaks for all
+    results = json.loads((folder / "metrics.json").read_text())
+    assert results["training"]["steps"] == 21  # 54 rows by 2 processes by 4, three times
+    measured = evaluate(folder, model=places[0]).metrics
+    assert {name: results["evaluation"][name] for name in measured} == measured
+    assert all(tensor.numel() for tensor in weights(folder).values())
+    if method == "surgical":
+        job = TrainingJob.load(folder)
+        alone = rank(prepare(job), job, progress=False)
+        together = LayerRanking.load(folder / "ranking.json")
+        assert together.scores == pytest.approx(alone.scores, rel=1e-4)
+        assert results["layers"] == {"encoder": alone.order[:1]}
+
+
+@pytest.mark.parametrize(
+    ("engine", "method"),
+    [
+        ("ddp", "stratified"),
+        ("fsdp2", "surgical"),
+        ("fsdp1", "stratified"),
+        ("zero2", "stratified"),
+        ("zero3", "surgical"),
+    ],
+)
+def test_the_example_script_runs_as_it_stands(engine, method, places, tmp_path):
+    skip_if_missing(engine)
+    base, data = places
+    script = [str(ROOT / "docs/examples/train.py"), "--model", base, "--data", data, "--output", str(tmp_path)]
+    script += ["--method", method, "--top-k", "1", "--epochs", "2", "--batch-size", "4", "--lr", "0.01"]
+    output = launch_well(engine, script)
+    assert output.count("'eval_loss'") == 2  # the first process speaks for all
+    tokenizer = load_tokenizer(base)
+    model = load_trained(str(tmp_path / "adapter"), base, LABELS, tokenizer)
+    saved = weights(tmp_path / "adapter")
+    assert any(".layer." in name for name in saved)
+    last = newest_checkpoint(tmp_path)
+    assert all(torch.equal(tensor, saved[name]) for name, tensor in weights(last).items())
+    assert torch.isfinite(model(**tokenizer("w1 w2", return_tensors="pt")).logits).all()
+
+
+# a process that dies
+
+
+@pytest.fixture
+def uninterrupted(train, tmp_path_factory) -> Path:
+    def start(folder: Path) -> str:
+        return launch_well("ddp", ["-m", "peft_surgical.cli", *train(folder / "out", "surgical")])
+
+    return once(tmp_path_factory.getbasetemp(), "uninterrupted", start) / "out"
+
+
+@pytest.mark.parametrize("when", ["training", "saving"])
+def test_a_killed_process_ends_the_launch_and_the_run_goes_on_from_its_last_checkpoint(
+    when, places, train, uninterrupted, tmp_path
+):
+    folder = tmp_path / "out"
+    died = launch("ddp", [str(HERE / "dying.py"), when, *train(folder, "surgical", "--keep-checkpoints")], timeout=120)
+    assert died.code != 0
+    assert "SIGKILL" in died.output
+    assert not [p for p in psutil.process_iter(["cmdline"]) if str(folder) in (p.info["cmdline"] or [])]
+    assert not (folder / "metrics.json").exists()
+    checkpoint = newest_checkpoint(folder / "checkpoints")
+    base, _ = load_classifier(places[0], LABELS, load_tokenizer(places[0]))
+    PeftModel.from_pretrained(base, checkpoint)
+    launch_well("ddp", ["-m", "peft_surgical.cli", *train(folder, "surgical", "--resume")])
+    expected = weights(uninterrupted)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in weights(folder).items())
