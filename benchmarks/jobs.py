@@ -71,6 +71,11 @@ class Place:
         """How many layers the model has."""
         return transformers.AutoConfig.from_pretrained(self.model).num_hidden_layers
 
+    def sizes(self) -> dict[str, dict[str, Any]]:
+        """How large the tasks are, as far as it was written down."""
+        file = self.results / "tasks.json"
+        return json.loads(file.read_text()) if file.exists() else {}
+
     def runs_file(self, task: str) -> Path:
         """Where the runs of a task go, one a line."""
         return self.results / "runs" / f"{task}.jsonl"

@@ -15,16 +15,9 @@ import matplotlib
 import numpy as np
 import plans
 import records
-from tables import (
-    PAGE,
-    RESULTS,
-    Results,
-    criteria_plans,
-    interval,
-    lodha_plans,
-    samples_frame,
-    spafit_plans,
-)
+from comparison_tables import criteria_plans, lodha_plans, spafit_plans
+from findings import RESULTS, Results, interval, samples_frame
+from tables import PAGE
 
 
 matplotlib.use("Agg")
@@ -141,10 +134,10 @@ def elsa(results: Results) -> Any:
     """Lee et al.: quality against the number of last layers."""
 
     def each(axis: Any, task: str) -> None:
-        values = [spread(results, f"last:{n}" if n else "head", task) for n in range(results.depth + 1)]
-        axis.errorbar(
-            range(results.depth + 1), *zip(*values, strict=True), color=ORANGE, marker="o", ms=3, label="last k"
-        )
+        found = [(n, *spread(results, f"last:{n}" if n else "head", task)) for n in range(results.depth + 1)]
+        counts, means, halves = zip(*(f for f in found if not np.isnan(f[1])), strict=True)
+        axis.errorbar(counts, means, halves, color=ORANGE, marker="o", ms=3, label="last k")
+        axis.set_xticks(range(0, results.depth + 1, 3))
         full = 100 * results.mean("full", task)
         axis.axhline(full, color="black", lw=1, label="full")
         axis.axhline(0.9 * full, color="black", lw=1, ls=":", label="90 % of full")
@@ -155,12 +148,17 @@ def elsa(results: Results) -> Any:
 def spafit(results: Results) -> Any:
     """Table 2 of Arora & Wang: the average metric against the parameters trained beside the head."""
     figure, axis = plt.subplots(figsize=(8, 5), layout="constrained")
+    points = []
     for plan in spafit_plans(results):
-        _scatter(results, axis, plan, plan.replace("/", " by "))
+        runs = [r for t in results.tasks for s in results.seeds if (r := results.run(plan, t, s))]
+        value = 100 * results.average(plan, results.tasks)
+        if runs and not np.isnan(value):
+            beside = (runs[0]["trained_parameters"] - runs[0]["head_parameters"]) / 1e6
+            points.append((beside, value, plan.removeprefix("strata-").replace("/", " by ")))
+    _labelled(axis, points)
     axis.set_xscale("log")
     axis.set_xlabel("parameters trained beside the head, millions")
     axis.set_ylabel("mean metric over tasks, points")
-    axis.grid(alpha=0.3)
     return figure
 
 
@@ -168,45 +166,38 @@ def cost(results: Results) -> Any:
     """The average metric against what is trained, stored and waited for."""
     file = results.folder / "cost.json"
     measured = json.loads(file.read_text())["methods"] if file.exists() else {}
-    figure, axes = plt.subplots(1, 3, figsize=(14, 4.6), sharey=True, layout="constrained")
+    k = results.k
+    panels: list[list[tuple[float, float, str]]] = [[], [], []]
     for plan in (
-        "full",
-        "head",
-        "lora-II",
-        "lora-I",
-        "bitfit",
-        "spafit-2-4-II",
-        "middle:5",
-        "last:5",
-        "last:3",
-        "fisher:5",
+        *("full", "head", "lora-II", "lora-I", "bitfit", "spafit-2-4-I", f"last:{k}", "last:3"),
+        *(f"middle:{k}", f"alternate:{k}", f"fisher:{k}"),
     ):
         value = 100 * results.average(plan, results.tasks)
-        runs = [r for t in results.tasks for s in results.seeds if (r := results.run(plan, t, s))]
-        if np.isnan(value) or not runs:
+        run = results.run(plan, results.tasks[0], results.seeds[0])
+        if np.isnan(value) or run is None:
             continue
-        tuning = {"middle:5": "layers-3.4.5.6.7", "last:5": "layers-7.8.9.10.11", "last:3": "layers-9.10.11"}.get(
-            plan, plan
-        )
-        seconds = measured.get(tuning, {}).get("step_seconds")
-        places = (
-            runs[0]["trained_parameters"] / 1e6,
-            runs[0]["delta_bytes"] / 1e6,
-            1000 * seconds if seconds else None,
-        )
-        for axis, x in zip(axes, places, strict=True):
-            if x is not None:
-                axis.scatter([x], [value], color=BLUE)
-                axis.annotate(plan, (x, value), xytext=(4, 4), textcoords="offset points", fontsize=8)
-    for axis, label in zip(
-        axes, ("parameters trained, millions", "file of a task, MB", "training step, ms"), strict=True
-    ):
-        axis.set_xlabel(label)
-        axis.grid(alpha=0.3)
+        if timed := measured.get(run["tuning"]):
+            panels[2].append((1000 * (timed["graph_seconds"] or timed["step_seconds"]), value, plan))
+        panels[0].append((run["trained_parameters"] / 1e6, value, plan))
+        panels[1].append((run["delta_bytes"] / 1e6, value, plan))
+    figure, axes = plt.subplots(1, 3, figsize=(14, 4.6), sharey=True, layout="constrained")
+    names = ("parameters trained, millions", "file of a task, MB", "training step as a CUDA graph, ms")
+    for axis, points, name in zip(axes, panels, names, strict=True):
+        _labelled(axis, points)
+        axis.set_xlabel(name)
     axes[0].set_xscale("log")
     axes[1].set_xscale("log")
     axes[0].set_ylabel("mean metric over tasks, points")
     return figure
+
+
+def _labelled(axis: Any, points: Sequence[tuple[float, float, str]]) -> None:
+    """Points with their names to the right."""
+    for x, y, label in points:
+        axis.scatter([x], [y], color=BLUE, s=20, zorder=3)
+        axis.annotate(label, (x, y), xytext=(6, -3), textcoords="offset points", fontsize=8)
+    axis.margins(x=0.25)
+    axis.grid(alpha=0.3)
 
 
 def samples(results: Results) -> Any:
@@ -242,15 +233,6 @@ def tracked(results: Results) -> Any:
         axis.invert_yaxis()
 
     return small_multiples(results, each, "epoch", "rank of the layer")
-
-
-def _scatter(results: Results, axis: Any, plan: str, label: str) -> None:
-    runs = [r for t in results.tasks for s in results.seeds if (r := results.run(plan, t, s))]
-    value = 100 * results.average(plan, results.tasks)
-    if runs and not np.isnan(value):
-        x = (runs[0]["trained_parameters"] - runs[0]["head_parameters"]) / 1e6
-        axis.scatter([x], [value], color=BLUE)
-        axis.annotate(label, (x, value), xytext=(4, 4), textcoords="offset points", fontsize=8)
 
 
 PLOTS: dict[str, Callable[[Results], Any]] = {

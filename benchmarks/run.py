@@ -23,9 +23,11 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import criteria
 import methods
+import records
 import tasks
 import torch
 import transformers
@@ -121,6 +123,19 @@ def phases(place: Place, options: argparse.Namespace) -> Iterator[list[Job]]:
             yield other_jobs(place, options.command, options.tasks, seed)
 
 
+def sizes(place: Place, task: str) -> dict[str, Any]:
+    """How large a task is as it is run."""
+    made, data = tasks.TASKS[task], tasks.load_cached(task, None, place.data, place.cache)
+    counts = None if made.regression else data.validation.labels.bincount()
+    return {
+        **{name: len(getattr(data, name)) for name in ("train", "held_out", "validation")},
+        "tokens": float(data.train.lengths.float().mean()),
+        "epochs": made.epochs,
+        "batch": made.batch,
+        "most_frequent": None if counts is None else int(counts.max()) / len(data.validation),
+    }
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command line."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -133,6 +148,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     tokenizer = transformers.AutoTokenizer.from_pretrained(options.model)
     for task in options.tasks:
         tasks.load_cached(task, tokenizer, options.data, options.cache)
+    known = place.sizes()
+    if found := {task: sizes(place, task) for task in options.tasks if task not in known}:
+        records.write(place.results / "tasks.json", known | found)
     if options.command == "check":
         check(place, options.processes)
     elif options.command == "cost":
