@@ -74,7 +74,6 @@ def test_every_task_answers_as_its_own_model_does(budgets, tasks):
 
 @pytest.mark.parametrize("encoding", ["bf16", "int8", "int4", "sign", "lossless"])
 def test_encoded_tasks_are_decoded_on_the_gpu(encoding, tmp_path):
-    save_task(tmp_path, "values", SurgicalConfig(task_type="SEQ_CLS", layers=[1, 2]))
     save_task(tmp_path, encoding, SurgicalConfig(task_type="SEQ_CLS", layers=[1, 2], encoding=encoding))
     wanted = ask_on_cpu(fill(DeltaBank(base_on_cpu()), tmp_path, [encoding]), encoding)
     for host in (None, 0):
