@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from peft_surgical.fisher.kernel import on_cpu, sum_type
 from peft_surgical.fisher.pending_squares import PendingSquares
 from peft_surgical.fisher.sample_gradients import SampleGradients
 
@@ -123,7 +124,7 @@ class KeptEntries:
             values = gradients.dense(0, gradients.samples).flatten(1)
         else:
             values = gradients.at(self.entries.rows, self.entries.columns)
-        self.add_squares(first, values.to(torch.promote_types(values.dtype, torch.float32)).square())
+        self.add_squares(first, values.to(sum_type(values.dtype)).square())
 
     def add_squares(self, first: int, squares: Tensor) -> None:
         """Keep squares, (n, M), of samples from number `first` on. Those of the same samples add up."""
@@ -203,7 +204,7 @@ class EntryKeeper:
             return
         self._waiting.append(_Waiting(kept, first, gradients, total))
         self._entries += gradients.size
-        if total.device.type == "cpu" or self._entries >= _TOGETHER:
+        if on_cpu(total) or self._entries >= _TOGETHER:
             pending.flush()
             self.flush()
 

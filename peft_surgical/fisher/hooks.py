@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from peft_surgical.fisher.calls import CallLayout
+from peft_surgical.fisher.kernel import on_cpu
 from peft_surgical.fisher.local import LocalCall, local_gradients
 from peft_surgical.fisher.pending_squares import PendingSquares
 from peft_surgical.fisher.plain import NotPlain, check_plain, first_input
@@ -32,7 +33,8 @@ logger = logging.getLogger(__name__)
 
 
 _TOGETHER = 2**23
-"""Entries of the parameters whose gradients are taken up together: in one go Python takes half the time."""
+"""Entries of the parameters whose gradients are taken up together on an accelerator: in one go Python takes half the
+time. On a CPU they are taken up at once, while they are in the cache."""
 
 
 class SamplesInUnequalShares(Exception):
@@ -203,7 +205,7 @@ class GradientListener:
         self.heard = True
         self._arrived.append((use, gradient))
         self._entries += use.unit.size
-        if self._entries >= _TOGETHER or self.checked:
+        if self._entries >= _TOGETHER or self.checked or on_cpu(gradient):
             self._take_arrived()
 
     def _take_arrived(self) -> None:

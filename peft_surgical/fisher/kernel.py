@@ -51,7 +51,7 @@ def sum_normalized(grad_outputs: Tensor, inputs: Tensor, eps: float, *, center: 
         >>> sum_normalized(torch.ones(5, 7, 3), torch.randn(5, 7, 3), 1e-5).shape
         torch.Size([5, 2, 3])
     """
-    dtype = torch.promote_types(grad_outputs.dtype, torch.float32)
+    dtype = sum_type(grad_outputs.dtype)
     if has_kernel(grad_outputs, dtype, default_precision()) and inputs.shape[2] <= 8192:
         from peft_surgical.fisher import triton_kernel
 
@@ -64,6 +64,16 @@ def sum_normalized(grad_outputs: Tensor, inputs: Tensor, eps: float, *, center: 
 def default_precision() -> str:
     """The precision that `torch.set_float32_matmul_precision` allows."""
     return "fp32x3" if torch.get_float32_matmul_precision() == "highest" else "bf16"
+
+
+def on_cpu(x: Tensor) -> bool:
+    """Whether operations on a tensor are done at once, rather than put in a queue that Python must keep filled."""
+    return x.device.type == "cpu"
+
+
+def sum_type(dtype: torch.dtype) -> torch.dtype:
+    """The type in which numbers of a type are added up: at least float32. `promote_types` takes ten times as long."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def operand_type(dtype: torch.dtype, precision: str) -> torch.dtype:

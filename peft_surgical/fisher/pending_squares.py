@@ -75,7 +75,7 @@ def squared_product_norm(
         True
     """
     height, width = grad_outputs.shape[-1], inputs.shape[-1]
-    dtype = torch.promote_types(grad_outputs.dtype, torch.float32)
+    dtype = kernel.sum_type(grad_outputs.dtype)
     pending = PendingSquares(precision)
     if not kernel.has_kernel(grad_outputs, dtype, pending.precision):
         out = grad_outputs.new_zeros(height, width, dtype=dtype)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
-from peft_surgical.fisher.kernel import sum_normalized
+from peft_surgical.fisher.kernel import sum_normalized, sum_type
 from peft_surgical.fisher.owners import is_packed_linear
 from peft_surgical.fisher.sample_gradients import DenseGradients, ProductGradients, RowGradients, SampleGradients
 
@@ -162,7 +162,7 @@ def _sum_over_tokens(x: Tensor, dims: int = 1) -> DenseGradients:
     """Sum (N, ..., *shape) over everything between the samples and the last `dims` dimensions."""
     if x.dim() != dims + 2:
         x = x.reshape(len(x), -1, *x.shape[x.dim() - dims :])
-    return DenseGradients(x.sum(1, dtype=torch.promote_types(x.dtype, torch.float32)))
+    return DenseGradients(x.sum(1, dtype=sum_type(x.dtype)))
 
 
 def _by_token(x: Tensor, samples: int) -> Tensor:

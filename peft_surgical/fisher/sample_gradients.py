@@ -14,6 +14,7 @@ from math import prod
 import torch
 from torch import Tensor
 
+from peft_surgical.fisher.kernel import on_cpu, sum_type
 from peft_surgical.fisher.pending_squares import PendingSquares
 
 
@@ -133,9 +134,9 @@ class ProductGradients(SampleGradients):
         return (left @ left.transpose(1, 2)).mul_(right @ right.transpose(1, 2)).sum((1, 2))
 
     def at(self, rows: Tensor, columns: Tensor) -> Tensor:
-        if self.device.type != "cpu":  # where it would have to wait for the number of different ones
+        if not on_cpu(self.left):  # where it would have to wait for the number of different ones
             products = self.left.index_select(2, rows) * self.right.index_select(2, columns)
-            return products.sum(1, dtype=torch.promote_types(products.dtype, torch.float32))
+            return products.sum(1, dtype=sum_type(products.dtype))
         row, row_position = rows.unique(return_inverse=True)
         column, column_position = columns.unique(return_inverse=True)
         block = _wide(self.left[:, :, row]).transpose(1, 2) @ _wide(self.right[:, :, column])
@@ -221,4 +222,4 @@ def join(terms: Sequence[SampleGradients]) -> SampleGradients:
 
 def _wide(x: Tensor) -> Tensor:
     """At least float32."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+    return x.to(sum_type(x.dtype))

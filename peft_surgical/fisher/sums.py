@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from peft_surgical.fisher.entries import WHOLE_VECTOR, EntryKeeper, KeptEntries, estimate_products
+from peft_surgical.fisher.kernel import sum_type
 from peft_surgical.fisher.pending_squares import PendingSquares
 from peft_surgical.fisher.processes import add_up, gather
 from peft_surgical.fisher.sample_gradients import DenseGradients, SampleGradients
@@ -46,7 +47,7 @@ class Zeros:
 
     def take(self, gradients: SampleGradients) -> Tensor:
         """Zeros that squares of such gradients can be added to."""
-        shape, dtype = gradients.sum_shape, torch.promote_types(gradients.example.dtype, torch.float32)
+        shape, dtype = gradients.sum_shape, sum_type(gradients.example.dtype)
         size, device = gradients.size, gradients.device
         if size >= _TOGETHER // 8:
             return torch.zeros(shape, dtype=dtype, device=device)
