@@ -258,7 +258,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     results = Results(options.results / options.model)
     options.figures.mkdir(parents=True, exist_ok=True)
     for name, plot in PLOTS.items():
-        if any(results.folder.glob(NEEDS.get(name, "rates.json"))):
+        if any(results.folder.glob(NEEDS.get(name, "runs/*.jsonl"))):
             figure = plot(results)
             figure.savefig(options.figures / f"{options.model}-{name}.png", dpi=110)
             plt.close(figure)

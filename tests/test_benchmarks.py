@@ -23,9 +23,9 @@ from peft_surgical.ranking.rank import rank_layers
 
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
-criteria, jobs, methods, models, plans, plots, records, run, scheduler, tables, tasks, training = (
-    __import__(name)
-    for name in "criteria jobs methods models plans plots records run scheduler tables tasks training".split()
+NAMES = "criteria jobs methods models plans plots records run scheduler tables tangent_kernels tasks training"
+criteria, jobs, methods, models, plans, plots, records, run, scheduler, tables, tangent_kernels, tasks, training = (
+    __import__(name) for name in NAMES.split()
 )
 
 WORDS = [f"w{i}" for i in range(90)]
@@ -332,7 +332,7 @@ def test_leave_one_out_is_what_refitting_gives(monkeypatch):
     features = torch.randn(12, 5, generator=generator, dtype=torch.float64)
     targets = torch.randn(12, 2, generator=generator, dtype=torch.float64)
     kernel = features @ features.T
-    monkeypatch.setattr(criteria, "RIDGES", torch.tensor([0.3], dtype=torch.float64))
+    monkeypatch.setattr(tangent_kernels, "RIDGES", torch.tensor([0.3], dtype=torch.float64))
     centred = features - features.mean(0)
     ridge = 0.3 * float(torch.linalg.eigvalsh(centred @ centred.T).mean())
     with_one = torch.cat([features, torch.ones(12, 1, dtype=torch.float64)], 1)
@@ -345,7 +345,7 @@ def test_leave_one_out_is_what_refitting_gives(monkeypatch):
         weights = torch.linalg.solve(a.T @ a + penalty, a.T @ y)
         errors.append((with_one[i] @ weights - targets[i]).square().mean())
     expected = float(torch.stack(errors).mean()) / float((targets - targets.mean(0)).square().mean())
-    assert criteria.leave_one_out(kernel, targets) == pytest.approx(expected, rel=1e-6)
+    assert tangent_kernels.leave_one_out(kernel, targets) == pytest.approx(expected, rel=1e-6)
 
 
 def test_sketched_gradients_are_exact_where_matrices_are_small(place):
@@ -353,7 +353,7 @@ def test_sketched_gradients_are_exact_where_matrices_are_small(place):
     model.eval()
     modules = [m for m in model.mpnet.encoder.layer[2].modules() if isinstance(m, nn.Linear)]
     some = rows.train.take(torch.arange(5))
-    sketches = criteria._sketches(model, modules, some, seed=0)
+    sketches = tangent_kernels.sketched_gradients(model, modules, some, seed=0)
     for module in modules:
         expected = []
         for i in range(5):
