@@ -48,6 +48,20 @@ def train(places) -> Callable[..., list[str]]:
     return arguments
 
 
+@pytest.fixture
+def finished(train, tmp_path_factory) -> Callable[..., tuple[Path, str]]:
+    """A run of `peft-surgical train` in two processes: its folder and what it printed."""
+
+    def run(engine: str, method: str) -> tuple[Path, str]:
+        def start(folder: Path) -> str:
+            return launch_well(engine, ["-m", "peft_surgical.cli", *train(folder / "out", method)])
+
+        folder, output = once(tmp_path_factory.getbasetemp(), f"{method}-{engine}", start)
+        return folder / "out", output
+
+    return run
+
+
 def weights(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "adapter_model.safetensors")
 
@@ -64,10 +78,9 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
         ("zero3", "surgical"),
     ],
 )
-def test_the_command_line_ranks_tunes_measures_and_saves_once(engine, method, places, train, tmp_path):
+def test_the_command_line_ranks_tunes_measures_and_saves_once(engine, method, places, finished):
     skip_if_missing(engine)
-    folder = tmp_path / "out"
-    output = launch_well(engine, ["-m", "peft_surgical.cli", *train(folder, method)])
+    folder, output = finished(engine, method)
     assert output.count("Saved in") == 1  # the first process speaks for all
     results = json.loads((folder / "metrics.json").read_text())
     assert results["training"]["steps"] == 21  # 54 rows by 2 processes by 4, three times
@@ -111,17 +124,9 @@ def test_the_example_script_runs_as_it_stands(engine, method, places, tmp_path):
 # a process that dies
 
 
-@pytest.fixture
-def uninterrupted(train, tmp_path_factory) -> Path:
-    def start(folder: Path) -> str:
-        return launch_well("ddp", ["-m", "peft_surgical.cli", *train(folder / "out", "surgical")])
-
-    return once(tmp_path_factory.getbasetemp(), "uninterrupted", start) / "out"
-
-
 @pytest.mark.parametrize("when", ["training", "saving"])
 def test_a_killed_process_ends_the_launch_and_the_run_goes_on_from_its_last_checkpoint(
-    when, places, train, uninterrupted, tmp_path
+    when, places, train, finished, tmp_path
 ):
     folder = tmp_path / "out"
     died = launch("ddp", [str(HERE / "dying.py"), when, *train(folder, "surgical", "--keep-checkpoints")], timeout=120)
@@ -133,5 +138,5 @@ def test_a_killed_process_ends_the_launch_and_the_run_goes_on_from_its_last_chec
     base, _ = load_classifier(places[0], LABELS, load_tokenizer(places[0]))
     PeftModel.from_pretrained(base, checkpoint)
     launch_well("ddp", ["-m", "peft_surgical.cli", *train(folder, "surgical", "--resume")])
-    expected = weights(uninterrupted)
+    expected = weights(finished("ddp", "surgical")[0])
     assert all(torch.equal(tensor, expected[name]) for name, tensor in weights(folder).items())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from peft.tuners.tuners_utils import (
     _check_adapters_not_merged,
     check_target_module_exists,
 )
+from peft.utils.integrations import gather_params_ctx
 from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn
 
@@ -31,7 +32,7 @@ from peft_surgical.fisher.processes import process_number
 from peft_surgical.modules.mixed_batch import adapter_names_in_forward
 from peft_surgical.modules.tied_weights import note_untied
 from peft_surgical.modules.tuned_module import TunedModule, TunedOwner
-from peft_surgical.modules.units import innermost_tuned, original_tensor
+from peft_surgical.modules.units import innermost_tuned, matches_any, original_tensor
 from peft_surgical.sharding import check_not_prepared
 from peft_surgical.tuners.adapter_state import as_live, embedding_tensors, live_tensors, prefix_of_peft_model
 from peft_surgical.tuners.gradient_checkpointing import BackwardStart
@@ -70,6 +71,9 @@ class DeltaTuner(BaseTuner):
         peft_config._units = self._choose_tensors(peft_config, model)
         peft_config._shared = {}
         tensors = self._touched_tensors(peft_config, model)
+        heads = [m for path, m in model.named_modules() if path and matches_any(path, peft_config.modules_to_save)]
+        parameters = [*tensors.values(), *(p for head in heads for p in head.parameters())]
+        self._gathered.enter_context(gather_params_ctx([p for p in parameters if hasattr(p, "ds_id")], None))
         if peft_config.base is None:
             peft_config.base = describe_base(model, tensors)
             if peft_config.labels is None and head_names(model, peft_config.task_type):
@@ -174,7 +178,8 @@ class DeltaTuner(BaseTuner):
         if hasattr(nn.ModuleDict(), adapter_name) or "." in adapter_name:
             raise ValueError(f"An adapter cannot be called {adapter_name!r}: PyTorch uses that name. Choose another.")
         frozen, present = self._frozen_on_purpose, {id(module) for module in model.modules()}
-        super().inject_adapter(model, adapter_name, *args, **kwargs)
+        with ExitStack() as self._gathered:  # under ZeRO-3 a model may be born sharded
+            super().inject_adapter(model, adapter_name, *args, **kwargs)
         # new modules take the mode of their model, so that an eval() model stays one with dropout in an adapter
         for module in [self, *(module for module in model.modules() if id(module) not in present)]:
             module.training = model.training
@@ -387,7 +392,8 @@ class DeltaTuner(BaseTuner):
         prefix = prefix_of_peft_model(live)
         if prefix_of_peft_model(name for name, _ in model.named_parameters()) == prefix:
             return loaded
-        return {prefix + name: tensor for name, tensor in loaded.items()}  # PEFT takes FSDP1's prefix for none: it cuts ours
+        # FSDP1 puts its own prefix first, so PEFT takes the model for one without a prefix and cuts the file's
+        return {prefix + name: tensor for name, tensor in loaded.items()}
 
 
 @dataclass

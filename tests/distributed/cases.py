@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from adapters import make_config
+from adapters import make_config, shake
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.utils.constants import DUMMY_TARGET_MODULES
 from tiny_models import batch, build
@@ -49,7 +49,7 @@ def make_model(case: Case) -> PeftModel:
         config = LoraConfig(task_type="SEQ_CLS", target_modules=DUMMY_TARGET_MODULES, modules_to_save=["classifier"])
     else:
         config = make_config(case.method, "bert", [1, 2])
-    model = get_peft_model(make_base(), config)
+    model = shake(get_peft_model(make_base(), config), "default")  # LoRA's A would not move at first
     if case.checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model.train()
@@ -114,8 +114,10 @@ class StopAt(TrainerCallback):
         control.should_training_stop = state.global_step >= self.step
 
 
-def make_trainer(case: Case, folder: Path, callbacks: Iterable[TrainerCallback] = ()) -> Trainer:
-    """A Trainer as a user makes one, with AdamW and a checkpoint every other step."""
+def make_trainer(
+    case: Case, folder: Path, callbacks: Iterable[TrainerCallback] = (), optimizer: str = "adamw_torch"
+) -> Trainer:
+    """A Trainer as a user makes one, with a checkpoint every other step."""
     rows = batch("bert", n=16, seed=5)
     data = [{name: value[i] for name, value in rows.items()} for i in range(16)]
     model = make_model(case)
@@ -125,6 +127,7 @@ def make_trainer(case: Case, folder: Path, callbacks: Iterable[TrainerCallback] 
         save_steps=2,
         per_device_train_batch_size=2,
         learning_rate=1e-2,
+        optim=optimizer,
         report_to=[],
         disable_tqdm=True,
         dataloader_pin_memory=False,

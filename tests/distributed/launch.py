@@ -29,6 +29,7 @@ ENGINES = {
     "zero1": ("zero2", ["--zero_stage", "1"]),
     "zero2": ("zero2", []),
     "zero3": ("zero3", []),
+    "zero3 from birth": ("zero3", ["--zero3_init_flag", "true"]),
 }
 
 
@@ -88,13 +89,13 @@ def launch_well(engine: str, script: Sequence[str]) -> str:
     return finished.output
 
 
-def once(root: Path, name: str, start: Callable[[Path], str]) -> Path:
-    """The folder of a launch that tests share, also between the workers of pytest-xdist; the first one starts it.
+def once(root: Path, name: str, start: Callable[[Path], str]) -> tuple[Path, str]:
+    """The folder and the output of a launch that tests share, also between the workers of pytest-xdist.
 
     Args:
         root: The folder of temporary files of this pytest process.
         name: The launch's name.
-        start: Takes a new folder, starts the launch and returns its output.
+        start: Takes a new folder, launches, and returns the output. Called by the first test that asks.
     """
     shared = root.parent if "PYTEST_XDIST_WORKER" in os.environ else root
     folder, record = shared / name, shared / f"{name}.json"
@@ -106,6 +107,7 @@ def once(root: Path, name: str, start: Callable[[Path], str]) -> Path:
             except BaseException as error:
                 record.write_text(json.dumps({"error": str(error)}))
                 raise
-    if error := json.loads(record.read_text()).get("error"):
-        pytest.fail(f"The launch that this test reads had failed: {error}")
-    return folder
+    found = json.loads(record.read_text())
+    if "error" in found:
+        pytest.fail(f"The launch that this test reads had failed: {found['error']}")
+    return folder, found["output"]

@@ -153,12 +153,13 @@ class Worker:
 
     def resume(self, case: Case) -> None:
         """Four steps at once, and two with two more from the checkpoint, each saved by Trainer."""
-        whole = make_trainer(case, self.folder / f"{case.name}-whole")
+        # of FSDP1 on the CPU, PyTorch saves an empty state for Adam, whatever the model
+        optimizer = "sgd" if self.is_fsdp1 else "adamw_torch"
+        whole = make_trainer(case, self.folder / f"{case.name}-whole", optimizer=optimizer)
         whole.train()
         whole.save_model(str(self.folder / f"{case.name}-whole/end"))
-        half = make_trainer(case, self.folder / f"{case.name}-half", [StopAt(2)])
-        half.train()
-        again = make_trainer(case, self.folder / f"{case.name}-half")
+        make_trainer(case, self.folder / f"{case.name}-half", [StopAt(2)], optimizer).train()
+        again = make_trainer(case, self.folder / f"{case.name}-half", optimizer=optimizer)
         again.train(resume_from_checkpoint=str(self.folder / f"{case.name}-half/checkpoint-2"))
         again.save_model(str(self.folder / f"{case.name}-half/end"))
 
