@@ -9,6 +9,7 @@ import torch
 from fisher_cases import assert_same_norms, case
 from torch import nn
 
+from peft_surgical.fisher import entries, hooks, sample_gradients
 from peft_surgical.fisher.batches import Batch
 from peft_surgical.fisher.diagonal import layer_fisher
 from peft_surgical.fisher.log_likelihood import make_objective
@@ -45,6 +46,18 @@ def test_every_family_equals_the_oracle(family, stack, engine):
         pytest.skip("its layer is called many times; see test_layer_major_refuses_a_layer_that_is_called_twice")
     c = case(family, stack)
     assert_same_norms(measure(c, engine), c.squares(), LOOSE.get(family, 1e-12))
+
+
+@pytest.mark.parametrize("together", [2000, 2**23])
+@pytest.mark.parametrize("engine", ["hooks", "layer_major"])
+@pytest.mark.parametrize(("family", "stack"), FOUR)
+def test_gradients_that_are_taken_up_together_as_on_a_gpu_are_the_same(family, stack, engine, together, monkeypatch):
+    for module in (entries, hooks, sample_gradients):
+        monkeypatch.setattr(module, "on_cpu", lambda x: False)
+    for module in (entries, hooks):
+        monkeypatch.setattr(module, "_TOGETHER", together)
+    c = case(family, stack)
+    assert_same_norms(measure(c, engine), c.squares(), 1e-12)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-9), (torch.float32, 1e-4)])
