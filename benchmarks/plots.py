@@ -43,9 +43,10 @@ TITLES = {
 
 def small_multiples(results: Results, each: Callable[[Any, str], None], x: str, y: str) -> Any:
     """A figure with a panel for each task."""
-    columns = 4
+    columns = min(4, len(results.tasks) + 1)  # with room for the legend
     rows = -(-len(results.tasks) // columns)
-    figure, axes = plt.subplots(rows, columns, figsize=(12, 2.6 * rows), squeeze=False, layout="constrained")
+    size = (3 * columns, 2.6 * rows)
+    figure, axes = plt.subplots(rows, columns, figsize=size, squeeze=False, layout="constrained")
     for axis, task in zip(axes.flat, results.tasks, strict=False):
         axis.set_title(TITLES[task], fontsize=11)
         axis.grid(alpha=0.3)
