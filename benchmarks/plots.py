@@ -193,10 +193,19 @@ def cost(results: Results) -> Any:
 
 
 def _labelled(axis: Any, points: Sequence[tuple[float, float, str]]) -> None:
-    """Points with their names to the right."""
+    """Points with their names to the right, or to the left where another point lies."""
+    close = 0.04 * (max(y for _, y, _ in points) - min(y for _, y, _ in points))
     for x, y, label in points:
+        blocked = any(x < x2 < 2.5 * x and abs(y2 - y) < close for x2, y2, _ in points)
         axis.scatter([x], [y], color=BLUE, s=20, zorder=3)
-        axis.annotate(label, (x, y), xytext=(6, -3), textcoords="offset points", fontsize=8)
+        axis.annotate(
+            label,
+            (x, y),
+            xytext=(-6 if blocked else 6, -3),
+            ha="right" if blocked else "left",
+            textcoords="offset points",
+            fontsize=8,
+        )
     axis.margins(x=0.25)
     axis.grid(alpha=0.3)
 
