@@ -6,8 +6,8 @@ from functools import partial
 from typing import Any
 
 from torch import nn
-from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 
+from peft_surgical.fisher.processes import count_processes, gather
 from peft_surgical.layers import find_stacks
 
 
@@ -57,11 +57,30 @@ def check_not_prepared(model: nn.Module, action: str, *, but_for: str | None = N
         )
 
 
+def check_same_weights(model: nn.Module) -> None:
+    """Check that all processes have the same model, by one value of each parameter.
+
+    Raises:
+        ValueError: They have not. The message names the first parameter that differs and what to do.
+    """
+    if count_processes() == 1:
+        return
+    present = {name: p for name, p in model.named_parameters() if p.numel() and not p.is_meta}
+    values = gather({name: p.detach().flatten()[-1].item() for name, p in present.items()})
+    for name in present:
+        if len({repr(of_process.get(name)) for of_process in values}) > 1:
+            raise ValueError(
+                f"The processes have different weights: {name!r} is not the same in all of them. Load the weights in "
+                "every process (fsdp_cpu_ram_efficient_loading: false), and set the same seed before a head is made."
+            )
+
+
 def shard_by_layer(accelerator: Any, model: nn.Module) -> None:
-    """Let FSDP make a unit of each transformer layer, or of the classes that the launch names. Call it before training.
+    """Let FSDP make a unit of each transformer layer, or of the classes that the launch names.
 
     Left to themselves, FSDP2 fails on families whose own list of units has the embeddings too, and under Trainer FSDP1
-    makes a unit of a trained head, which then hangs when it is saved. With other engines this does nothing.
+    makes a unit of a trained head, which then fails to be saved. With other engines this does nothing. Call it before
+    training.
 
     Args:
         accelerator: accelerate's `Accelerator`; of a `Trainer`, `trainer.accelerator`.
@@ -79,6 +98,8 @@ def shard_by_layer(accelerator: Any, model: nn.Module) -> None:
         layers = [layer.module for stack in find_stacks(model).values() for layer in stack.layers]
         plugin.transformer_cls_names_to_wrap = list(dict.fromkeys(type(layer).__name__ for layer in layers))
     if getattr(plugin, "fsdp_version", 1) == 1:
+        from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy  # slow, and not in every build of PyTorch
+
         names = plugin.transformer_cls_names_to_wrap
         classes = {type(module) for module in model.modules() if type(module).__name__ in names}
         policy = partial(transformer_auto_wrap_policy, transformer_layer_cls=classes)

@@ -269,3 +269,9 @@ def test_D11_processes_rank_their_shares_as_one_ranks_all(run, data):
     assert first == second
     alone = rank_layers(make_base(), samples(), progress=False).scores
     assert first == pytest.approx(alone, rel=1e-5)
+
+
+@engines
+def test_D11_processes_with_different_weights_are_refused(run):
+    for error in run.of_all("other weights"):
+        assert "different weights: 'bert.encoder.layer.2.output.dense.weight'" in error

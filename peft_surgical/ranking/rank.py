@@ -23,7 +23,7 @@ from peft_surgical.ranking.heads import redrawn_head
 from peft_surgical.ranking.layer_ranking import LayerRanking
 from peft_surgical.ranking.scores import Score, ScoreRequest, find_score
 from peft_surgical.ranking.uncertainty import Uncertainty, estimate_uncertainty, kendall_tau
-from peft_surgical.sharding import check_not_prepared
+from peft_surgical.sharding import check_not_prepared, check_same_weights
 
 
 def rank_layers(
@@ -97,6 +97,7 @@ def rank_layers(
     if aggregation not in AGGREGATIONS:
         raise ValueError(f"aggregation={aggregation!r} is unknown; allowed are {', '.join(map(repr, AGGREGATIONS))}.")
     check_not_prepared(model, "rank_layers", but_for="DDP")
+    check_same_weights(model)
     base, layers = unwrap(model), choose_stack(model, stack)
     record = _record(base, score, chosen, seed=seed)
     batches: list[Batch] = []

@@ -61,6 +61,7 @@ class Worker:
     def run(self) -> None:
         facts: dict[str, Any] = {"processes": self.processes, "engine": str(self.accelerator.distributed_type)}
         facts["rankings"] = self.rank_layers()
+        facts["other weights"] = self.rank_other_weights()
         facts["wrong order"] = self.try_wrong_order()
         for case in CASES:
             facts[case.name] = self.train(case)
@@ -86,6 +87,13 @@ class Worker:
             "whole": rank_layers(make_base(), samples(), progress=False).scores,
             "split": rank_layers(make_base(), loader, progress=False).scores,
         }
+
+    def rank_other_weights(self) -> str:
+        """As where the weights were loaded in the first process alone."""
+        model = make_base()
+        if self.rank == 1:
+            torch.nn.init.zeros_(model.bert.encoder.layer[2].output.dense.weight)
+        return error_of(lambda: rank_layers(model, samples(), progress=False))
 
     def try_wrong_order(self) -> dict[str, str]:
         make_model(CASES[0]).save_pretrained(self.folder / f"untrained-{self.rank}")
