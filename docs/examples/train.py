@@ -17,6 +17,7 @@ from transformers import (
     DataCollatorWithPadding,
     Trainer,
     TrainingArguments,
+    set_seed,
 )
 
 from peft_surgical import StratifiedConfig, SurgicalConfig, rank_layers
@@ -56,6 +57,7 @@ training_arguments = TrainingArguments(
     report_to=[],
     seed=0,
 )
+set_seed(0)  # every process draws the same head
 model = AutoModelForSequenceClassification.from_pretrained(args.model, num_labels=len(labels))
 
 if args.method == "surgical":
