@@ -223,7 +223,8 @@ def samples(results: Results) -> Any:
             axis.fill_between(found.mean().index, found.quantile(0.1), found.quantile(0.9), color=color, alpha=0.12)
         axis.set_xscale("log")
         axis.set_xlabel("samples")
-        axis.set_ylabel(f"{label}, against the most samples")
+        axis.set_ylabel(f"{label}, against the most samples", fontsize=9)
+        axis.set_ylim(-0.05, 1.05 * (1 if column == "tau" else results.k))
         axis.grid(alpha=0.3)
     axes[0].legend()
     return figure
