@@ -58,11 +58,16 @@ def check_not_prepared(model: nn.Module, action: str, *, but_for: str | None = N
 
 
 def check_same_weights(model: nn.Module) -> None:
-    """Check that all processes have the same model, by one value of each parameter.
+    """Check that all processes have the same whole model, by one value of each parameter.
 
     Raises:
         ValueError: They have not. The message names the first parameter that differs and what to do.
     """
+    if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
+        raise ValueError(
+            "ZeRO-3 sharded the model when it was made, and its layers are ranked by whole weights. Load the model before "
+            "TrainingArguments are made, and with zero3_init_flag: false; or rank in a run of its own."
+        )
     if count_processes() == 1:
         return
     present = {name: p for name, p in model.named_parameters() if p.numel() and not p.is_meta}

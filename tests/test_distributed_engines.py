@@ -219,6 +219,7 @@ def test_models_that_zero3_shards_at_birth_are_adapted_and_checked_by_their_whol
     launch_well("zero3 from birth", [str(HERE / "born_sharded.py"), str(tmp_path)])
     found = json.loads((tmp_path / "found.json").read_text())
     assert found["held"] == 0
+    assert "ranked by whole weights" in found["rank"]
     for case in METHODS[:2]:
         adapted = get_peft_model(make_base(), make_config(case.method, "bert", [1, 2]))
         copies = {name: p for name, p in adapted.named_parameters() if p.requires_grad and "lora_A" not in name}

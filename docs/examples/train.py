@@ -8,7 +8,6 @@
 
 import argparse
 
-from accelerate import PartialState
 from datasets import load_dataset
 from peft import LoraConfig, get_peft_model
 from transformers import (
@@ -22,6 +21,7 @@ from transformers import (
 
 from peft_surgical import StratifiedConfig, SurgicalConfig, rank_layers
 from peft_surgical.sharding import shard_by_layer
+from peft_surgical.training.processes import this_process
 
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -45,6 +45,25 @@ dataset = dataset.map(lambda rows: tokenizer(rows["text"], truncation=True, max_
 dataset = dataset.remove_columns(["text"]).rename_column("label", "labels")
 collator = DataCollatorWithPadding(tokenizer)
 
+process = this_process()
+set_seed(0)  # every process draws the same head
+model = AutoModelForSequenceClassification.from_pretrained(args.model, num_labels=len(labels)).to(process.device)
+
+if args.method == "surgical":
+    # every process scores its share of the samples; all of them arrive at the same ranking
+    ranking = rank_layers(model, dataset["train"], num_samples=100, data_collator=collator, progress=False)
+    if process.is_main_process:
+        print(ranking)
+    config = SurgicalConfig(task_type="SEQ_CLS", ranking=ranking, top_k=args.top_k)
+elif args.method == "stratified":
+    config = StratifiedConfig(task_type="SEQ_CLS", n1=0.2, n2=0.4, r=8, lora_alpha=16)
+else:
+    config = LoraConfig(task_type="SEQ_CLS", r=8, lora_alpha=16)
+model = get_peft_model(model, config)
+if process.is_main_process and args.method != "lora":
+    print(model.tuning_report())
+
+# after the ranking, for from here on ZeRO-3 shards models as they are made
 training_arguments = TrainingArguments(
     args.output,
     num_train_epochs=args.epochs,
@@ -57,23 +76,6 @@ training_arguments = TrainingArguments(
     report_to=[],
     seed=0,
 )
-set_seed(0)  # every process draws the same head
-model = AutoModelForSequenceClassification.from_pretrained(args.model, num_labels=len(labels))
-
-if args.method == "surgical":
-    # every process scores its share of the samples; all of them arrive at the same ranking
-    ranking = rank_layers(model, dataset["train"], num_samples=100, data_collator=collator, progress=False)
-    if PartialState().is_main_process:
-        print(ranking)
-    config = SurgicalConfig(task_type="SEQ_CLS", ranking=ranking, top_k=args.top_k)
-elif args.method == "stratified":
-    config = StratifiedConfig(task_type="SEQ_CLS", n1=0.2, n2=0.4, r=8, lora_alpha=16)
-else:
-    config = LoraConfig(task_type="SEQ_CLS", r=8, lora_alpha=16)
-model = get_peft_model(model, config)
-if PartialState().is_main_process and args.method != "lora":
-    print(model.tuning_report())
-
 trainer = Trainer(
     model,
     training_arguments,

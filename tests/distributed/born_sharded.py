@@ -13,7 +13,8 @@ from adapters import make_config
 from peft import PeftModel, get_peft_model
 from transformers import AutoModelForSequenceClassification
 
-from distributed.cases import METHODS, digest, logits, make_optimizer
+from distributed.cases import METHODS, digest, logits, make_optimizer, samples
+from peft_surgical import rank_layers
 
 
 def main(folder: Path) -> None:
@@ -26,6 +27,10 @@ def main(folder: Path) -> None:
         return AutoModelForSequenceClassification.from_pretrained(folder / "base")
 
     found: dict[str, Any] = {"held": sum(p.numel() for p in load().parameters())}
+    try:
+        rank_layers(load(), samples(), progress=False)
+    except ValueError as error:
+        found["rank"] = str(error)
     for case in METHODS[:2]:
         adapted = get_peft_model(load(), make_config(case.method, "bert", [1, 2]))
         copies = {name: p for name, p in adapted.named_parameters() if p.requires_grad and "lora_A" not in name}
