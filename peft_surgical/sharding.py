@@ -65,8 +65,8 @@ def check_same_weights(model: nn.Module) -> None:
     """
     if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
         raise ValueError(
-            "ZeRO-3 sharded the model when it was made, and its layers are ranked by whole weights. Load the model before "
-            "TrainingArguments are made, and with zero3_init_flag: false; or rank in a run of its own."
+            "ZeRO-3 sharded the model when it was made, and its layers are ranked by whole weights. Load the model "
+            "before TrainingArguments are made, and with zero3_init_flag: false; or rank in a run of its own."
         )
     if count_processes() == 1:
         return
