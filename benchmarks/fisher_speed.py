@@ -3,6 +3,7 @@
     python benchmarks/fisher_speed.py                      # all that this machine can do
     python benchmarks/fisher_speed.py minilm               # real weights on the CPU, one thread, processor time
     python benchmarks/fisher_speed.py --only bf16          # settings whose name contains this
+    python benchmarks/fisher_speed.py minilm --more hooks  # more rounds of the plain pass and of these methods
     python benchmarks/fisher_speed.py --check              # first whether all is right on this GPU, then the table
 
 The methods of a setting run in turns, round after round; times are medians. Memory is the peak above what is allocated
@@ -19,6 +20,7 @@ import importlib.metadata
 import json
 import logging
 import os
+import re
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -173,10 +175,18 @@ class Clock:
         return int(line.split()[1]) * 1024
 
 
-def run_setting(setting: Setting, quick: bool, deadline: float) -> list[Row]:
-    """Measure all methods of a setting, in turns."""
+def add_rounds(setting: Setting, before: list[Row], more: str, deadline: float) -> None:
+    """Add rounds of the plain pass and of the methods with names like this to those measured before."""
+    rows = {row.method: row for row in before if row.method == SORTED_FLOOR or re.search(more, row.method)}
+    for new in run_setting(setting, False, deadline, set(rows)):
+        rows[new.method].seconds += new.seconds
+
+
+def run_setting(setting: Setting, quick: bool, deadline: float, methods: set[str] | None = None) -> list[Row]:
+    """Measure all methods of a setting, or some, in turns."""
     torch.set_float32_matmul_precision(setting.precision)
     clock, case, rows = Clock(setting.device), build_case(setting), rows_of(setting, quick)
+    rows = [row for row in rows if methods is None or row.method in methods]
     scores: dict[str, list[float]] = {}
     for number in range(0 if clock.gpu else 1, 1 + max(row.rounds for row in rows)):  # on a CPU a run takes seconds
         for row in rows:
@@ -196,6 +206,8 @@ def run_setting(setting: Setting, quick: bool, deadline: float) -> list[Row]:
                 scores[row.method] = result if isinstance(result, list) else layer_scores(case, result)
             print(f"  {setting.name}: {row.method}: {seconds * 1e3:.1f} ms, +{peak:.0f} MiB", flush=True)
             del result
+    if methods is not None:  # errors are known
+        return rows
     try:
         wanted = reference(case)
     except torch.OutOfMemoryError:
@@ -269,6 +281,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="only the plain passes and ours")
     parser.add_argument("--check", action="store_true", help="first check the kernels and the engines on the GPU")
     parser.add_argument("--only", default="", help="only settings whose name contains this")
+    parser.add_argument("--more", help="add rounds of the plain pass and of methods with names like this")
     parser.add_argument(
         "--output", type=Path, default=Path(__file__).parent / "results", help="folder for the JSON file"
     )
@@ -287,7 +300,10 @@ def main() -> None:
     for setting in chosen:
         if time.monotonic() < deadline:
             try:
-                results[setting.name] = run_setting(setting, args.quick, deadline)
+                if args.more is None:
+                    results[setting.name] = run_setting(setting, args.quick, deadline)
+                else:
+                    add_rounds(setting, results[setting.name], args.more, deadline)
             except Exception as error:  # the other settings go on: the model may not fit, or its package be missing
                 print(f"  {setting.name}: {type(error).__name__}: {error}", flush=True)
             gc.collect()

@@ -33,8 +33,8 @@ logger = logging.getLogger(__name__)
 
 
 _TOGETHER = 2**23
-"""Entries of the parameters whose gradients are taken up together on an accelerator: in one go Python takes half the
-time. On a CPU they are taken up at once, while they are in the cache."""
+"""Entries of the parameters whose gradients are taken up together on an accelerator: Python is faster in one go. On a
+CPU they are taken up at once, while they are in the cache."""
 
 
 class SamplesInUnequalShares(Exception):
