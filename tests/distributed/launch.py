@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -48,14 +49,22 @@ def skip_if_missing(engine: str) -> None:
         pytest.skip("this accelerate has no FSDP2")
 
 
+def free_port() -> int:
+    """A port that nothing listens on; older versions of accelerate do not look for one themselves."""
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        return probe.getsockname()[1]
+
+
 def launch(engine: str, script: Sequence[str], *, timeout: int = TIMEOUT) -> Finished:
     """Run a script and its arguments, or `-m` and a module's, in two processes.
 
     A launch that takes longer than `timeout` seconds is killed with all its processes, and fails the test.
     """
     name, options = ENGINES[engine]
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "2", "--main_process_port", "0"]
-    command += ["--config_file", str(ROOT / f"examples/accelerate/{name}.yaml"), *options]
+    config = str(ROOT / f"examples/accelerate/{name}.yaml")
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", config, *options]
+    command += ["--num_processes", "2", "--main_process_port", str(free_port())]
     settings = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
     paths = [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
     settings["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
