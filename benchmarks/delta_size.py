@@ -319,7 +319,7 @@ def table(record: dict[str, Any]) -> str:
         f"Signs are distilled on {record['distil_rows']} rows. Points on the validation rows, means over the seeds "
         f"({counts}); behind them, the change from `values`.",
         "",
-        "| | MB | of `values` | write s | load s | "
+        "| | MB | of `values` | write ms | load ms | "
         + " | ".join(f"{name}, {metric[name]}" for name in names)
         + " | mean change |",
         "|---|" + "---:|" * (5 + len(names)),
@@ -332,7 +332,11 @@ def table(record: dict[str, Any]) -> str:
         is_encoded = form.startswith("surgical") and form != "surgical, values"
         cells = [f"{p:.1f}" + (f" ({c:+.2f})" if is_encoded else "") for p, c in zip(points, changes, strict=True)]
         mean = f"{statistics.mean(changes):+.2f}" if is_encoded else ""
-        numbers = [f"{size / 1e6:.2f}", f"{size / plain:.3f}", f"{took['write']:.2f}", f"{took['load']:.3f}"]
+        numbers = [
+            f"{size / 1e6:.2f}",
+            f"{size / plain:.3f}",
+            *(f"{1e3 * took[what]:.0f}" for what in ("write", "load")),
+        ]
         lines.append(f"| {' | '.join([form, *numbers, *cells, mean])} |")
     return "\n".join(lines)
 
