@@ -22,6 +22,8 @@ from peft_surgical.training.loading import load_classifier, load_tokenizer, load
 from peft_surgical.training.prepare import prepare, rank
 
 
+pytestmark = pytest.mark.slow
+
 OPTIONS = {
     "surgical": ["--top-k", "1", "--samples", "20"],
     "spafit": ["--n1", "0", "--n2", "1", "--lora-r", "2"],

@@ -139,7 +139,7 @@ def test_G8_weight_decay_does_not_reach_what_is_frozen(family, method):
     assert not any(torch.equal(after[name], value) for name, value in moving.items())
 
 
-# D3, D6, D9 and D11 need several processes: tests of training on several GPUs
+# D3, D6, D9 and D11 need several processes: tests/test_distributed_engines.py
 
 
 @methods
