@@ -50,8 +50,8 @@ def twin(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> nn.Module:
 def _drop_hooks_of_zero3(copy: nn.Module) -> None:
     """ZeRO-3's hooks gather the tensors of the original, and count the original's calls."""
     for table in ("_forward_pre_hooks", "_forward_hooks"):
-        hooks = copy.__dict__[table]
-        copy.__dict__[table] = {key: hook for key, hook in hooks.items() if not hook.__module__.startswith("deepspeed")}
+        hooks = copy.__dict__[table].items()
+        copy.__dict__[table] = {key: hook for key, hook in hooks if not hook.__module__.startswith("deepspeed")}
 
 
 class FunctionalModule:
