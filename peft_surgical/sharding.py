@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from peft_surgical.fisher.processes import count_processes, gather
 from peft_surgical.layers import find_stacks
+from peft_surgical.processes import count_processes, gather
 
 
 _ENGINES = {  # by the class that the engine gives a module, or wraps it in

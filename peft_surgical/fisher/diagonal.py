@@ -19,9 +19,9 @@ from peft_surgical.fisher.measure import NO_GRADIENT, FisherTask, Progress
 from peft_surgical.fisher.memory import free_bytes
 from peft_surgical.fisher.model_state import untouched
 from peft_surgical.fisher.owners import layer_parameters
-from peft_surgical.fisher.processes import gather, raise_everywhere
 from peft_surgical.fisher.sums import TensorFisher
 from peft_surgical.layers import Layer, unwrap
+from peft_surgical.processes import gather, raise_everywhere
 
 
 logger = logging.getLogger(__name__)

@@ -29,9 +29,9 @@ from peft_surgical.fisher.local import float_tensors
 from peft_surgical.fisher.measure import FisherSums, FisherTask, Progress, check_values
 from peft_surgical.fisher.owners import layer_parameters
 from peft_surgical.fisher.plain import NotPlain, checking_plain, tokens_of
-from peft_surgical.fisher.processes import raise_everywhere
 from peft_surgical.fisher.sums import TensorFisher
 from peft_surgical.fisher.units import CannotTellSamplesApart, Unit
+from peft_surgical.processes import raise_everywhere
 
 
 logger = logging.getLogger(__name__)

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from peft_surgical.fisher.batches import LABELS, Batch, forward_names
 from peft_surgical.fisher.entries import EntryKeeper, Generators
 from peft_surgical.fisher.log_likelihood import Objective, Rows
-from peft_surgical.fisher.processes import gather
 from peft_surgical.fisher.sums import DiagonalSum, NormSum, TensorFisher, Zeros, reduce_diagonals
 from peft_surgical.layers import Layer
+from peft_surgical.processes import gather
 
 
 NO_GRADIENT = (

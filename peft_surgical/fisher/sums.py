@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from peft_surgical.fisher.entries import WHOLE_VECTOR, EntryKeeper, KeptEntries, estimate_products
 from peft_surgical.fisher.kernel import sum_type
 from peft_surgical.fisher.pending_squares import PendingSquares
-from peft_surgical.fisher.processes import add_up, gather
 from peft_surgical.fisher.sample_gradients import DenseGradients, SampleGradients
+from peft_surgical.processes import add_up, gather
 
 
 @dataclass(frozen=True)

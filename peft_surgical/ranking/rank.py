@@ -16,8 +16,8 @@ from peft_surgical.fisher.batches import Batch, draw_batches
 from peft_surgical.fisher.log_likelihood import make_objective
 from peft_surgical.fisher.measure import Progress
 from peft_surgical.fisher.model_state import same_random_numbers
-from peft_surgical.fisher.processes import count_processes, gather, process_number
 from peft_surgical.layers import Stack, choose_stack, unwrap
+from peft_surgical.processes import count_processes, gather, process_number
 from peft_surgical.ranking.aggregation import AGGREGATIONS, LayerScores
 from peft_surgical.ranking.heads import redrawn_head
 from peft_surgical.ranking.layer_ranking import LayerRanking

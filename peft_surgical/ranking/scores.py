@@ -14,8 +14,8 @@ from peft_surgical.fisher.log_likelihood import Objective
 from peft_surgical.fisher.measure import FisherTask, Progress, Runner, check_values
 from peft_surgical.fisher.model_state import untouched
 from peft_surgical.fisher.owners import layer_parameters
-from peft_surgical.fisher.processes import add_up, gather
 from peft_surgical.layers import Layer
+from peft_surgical.processes import add_up, gather
 from peft_surgical.ranking.aggregation import LayerScores, aggregate
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -12,38 +11,32 @@ import torch
 from peft.tuners.tuners_utils import (
     BaseTuner,
     BaseTunerLayer,
-    _check_adapters_not_merged,
     check_target_module_exists,
 )
 from peft.utils.integrations import gather_params_ctx
-from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn
 
 from peft_surgical.deltas.base_check import (
     check_base,
     check_file,
-    check_gathered,
-    check_tensors,
     describe_base,
-    sharded,
 )
-from peft_surgical.deltas.encoded_tensors import decode_state, encode_state
-from peft_surgical.fisher.processes import process_number
 from peft_surgical.modules.mixed_batch import adapter_names_in_forward
 from peft_surgical.modules.tied_weights import note_untied
 from peft_surgical.modules.tuned_module import TunedModule, TunedOwner
 from peft_surgical.modules.units import innermost_tuned, matches_any, original_tensor
 from peft_surgical.sharding import check_not_prepared
-from peft_surgical.tuners.adapter_state import as_live, embedding_tensors, live_tensors, prefix_of_peft_model
+from peft_surgical.tuners.adapter_state import live_tensors
 from peft_surgical.tuners.gradient_checkpointing import BackwardStart
 from peft_surgical.tuners.report import TuningReport, tuning_report
+from peft_surgical.tuners.saved_state import SavedState
 from peft_surgical.tuners.task_heads import apply_label_settings, head_names, head_shapes, label_settings, resize_heads
 from peft_surgical.tuners.trained_set import frozen_statistics, warn_of_surprises
-from peft_surgical.tuners.unloading import unload
+from peft_surgical.tuners.unloading import delete_adapter, unload
 from peft_surgical.tuners.weighted import add_weighted_adapter
 
 
-class DeltaTuner(BaseTuner):
+class DeltaTuner(SavedState, BaseTuner):
     """Base of `SurgicalModel` and `StratifiedModel`: tuners that give modules copies of their own tensors."""
 
     tuned_module_cls: type[TunedModule] = TunedModule
@@ -115,11 +108,6 @@ class DeltaTuner(BaseTuner):
     def _is_known_tensor(self, config: Any, model: nn.Module) -> Callable[[str], bool]:
         """Tells which tensors an adapter's file may hold besides the expected ones."""
         return self._may_be_saved_along(config, model)
-
-    @classmethod
-    def _may_be_saved_along(cls, config: Any, model: nn.Module) -> Callable[[str], bool]:
-        """Tells which tensors of the base PEFT may save with an adapter."""
-        return embedding_tensors(model).__contains__
 
     # ---- changing the model
 
@@ -229,37 +217,7 @@ class DeltaTuner(BaseTuner):
 
     def delete_adapter(self, adapter_name: str) -> None:
         """Delete an adapter. If it was the active one, the oldest remaining adapter becomes active on all modules."""
-        if adapter_name not in self.peft_config:
-            raise ValueError(f"Adapter {adapter_name} does not exist. Adapters: {', '.join(self.peft_config)}.")
-        _check_adapters_not_merged(self.model, adapter_name)
-        was_active = adapter_name in self.active_adapters
-        remaining = [name for name in self.active_adapters if name != adapter_name]
-        del self.peft_config[adapter_name]
-        if was_active and not remaining:
-            remaining = list(self.peft_config)[:1]
-            if remaining:
-                warnings.warn(
-                    f"Adapter {adapter_name} was active which is now deleted. Setting active adapter to "
-                    f"{remaining[0]}.",
-                    stacklevel=2,
-                )
-        if was_active and remaining:
-            self.set_adapter(remaining)
-        elif was_active:
-            self.active_adapter = []
-            self._sync_labels()
-        for module in list(self.model.modules()):
-            if isinstance(module, BaseTunerLayer):
-                for attribute in module.adapter_layer_names + module.other_param_names:
-                    table = getattr(module, attribute)
-                    if adapter_name in table:
-                        del table[adapter_name]
-                if was_active and not remaining:
-                    module.set_adapter([])
-            elif isinstance(module, AuxiliaryTrainingWrapper):
-                module.delete_adapter(adapter_name, new_active_adapters=list(self.active_adapters))
-        if "_backward_start" in self.__dict__:
-            self._backward_start.look_again()  # it would hold on to the deleted tensors
+        delete_adapter(self, adapter_name)
 
     def train(self, mode: bool = True):
         """As in `nn.Module`, except that running statistics of frozen modules do not move in training."""
@@ -336,64 +294,6 @@ class DeltaTuner(BaseTuner):
         adapter_names: list[str] | None = None,
     ) -> Any:
         return unload(self, merge, progressbar, safe_merge, adapter_names)
-
-    # ---- saving and loading
-
-    @classmethod
-    def _get_adapter_state_dict(cls, model, config, adapter_name, state_dict, unwanted_adapter_names):
-        found = super()._get_adapter_state_dict(model, config, adapter_name, state_dict, unwanted_adapter_names)
-        expected = cls._wanted_shapes(config, adapter_name, state_dict)
-        if not found:  # under FSDP1 the modules' paths are not the names of their tensors, and PEFT finds none
-            found = {
-                name: state_dict[name] for name in expected if name in state_dict and ".modules_to_save." not in name
-            }
-        heads = {name: tensor for name, tensor in state_dict.items() if name in expected}
-        present = {name: tensor for name, tensor in {**found, **heads}.items() if name in expected}
-        shapes = {name: torch.Size(tensor.shape) for name, tensor in present.items()}
-        if process_number() and (shapes != expected or sharded(present)):
-            # the first process has the gathered weights and writes them; what stands for them here cannot be written
-            live = live_tensors(model, adapter_name)
-            wanted = cls._wanted_shapes(config, adapter_name, live)
-            state_dict.update({name: torch.empty(wanted[name], device="meta") for name in live})
-            return {name: state_dict[name] for name in live if ".modules_to_save." not in name}
-        check_gathered(present, expected, source=f"The state of adapter {adapter_name!r}")
-        check_tensors(shapes, expected, source=f"The state of adapter {adapter_name!r}")
-        return encode_state(model, adapter_name, found, config.encoding, state_dict)
-
-    @classmethod
-    def _wanted_shapes(cls, config: Any, adapter_name: str, names: Iterable[str]) -> dict[str, torch.Size]:
-        """The shapes of an adapter's tensors by the names that they have at present.
-
-        Another adapter may have wrapped their modules since the adapter was made; the names in the file tell which is
-        which.
-        """
-        prefix = prefix_of_peft_model(names)
-        present = {cls._remove_adapter_name_from_key(name, adapter_name): name for name in names}
-        return {present.get(prefix + name, prefix + name): shape for name, shape in config._shapes.items()}
-
-    @classmethod
-    def _remap_adapter_state_dict_for_load(cls, model, config, adapter_name, state_dict):
-        state_dict = {config.present_name(name): tensor for name, tensor in state_dict.items()}
-        decoded = decode_state(model, adapter_name, state_dict, cls._remove_adapter_name_from_key)
-        remapped = super()._remap_adapter_state_dict_for_load(model, config, adapter_name, decoded)
-        live = live_tensors(model, adapter_name)
-        # under FSDP1 the modules' paths are not the names of their tensors, and PEFT finds none
-        by_saved_name = {cls._remove_adapter_name_from_key(name, adapter_name): name for name in live}
-        remapped = {name if name in live else by_saved_name.get(name, name): t for name, t in remapped.items()}
-        check_tensors(
-            {name: torch.Size(tensor.shape) for name, tensor in remapped.items()},
-            cls._wanted_shapes(config, adapter_name, live),
-            source=f"The state for adapter {adapter_name!r}",
-            is_known=cls._may_be_saved_along(config, model),
-        )
-        config.forget_saved_names()
-        # PEFT may assign what it loads, which would bring the file's dtype and device into the model
-        loaded = {name: as_live(live[name], tensor) if name in live else tensor for name, tensor in remapped.items()}
-        prefix = prefix_of_peft_model(live)
-        if prefix_of_peft_model(name for name, _ in model.named_parameters()) == prefix:
-            return loaded
-        # FSDP1 puts its own prefix first, so PEFT takes the model for one without a prefix and cuts the file's
-        return {prefix + name: tensor for name, tensor in loaded.items()}
 
 
 @dataclass

@@ -1,10 +1,11 @@
-"""Take the adapters out of a model again, with or without their weights merged into it."""
+"""Take adapters out of a model again, one or all, with or without their weights merged into it."""
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
-from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.tuners.tuners_utils import BaseTunerLayer, _check_adapters_not_merged
 from peft.utils.other import AuxiliaryTrainingWrapper, _get_submodules
 from tqdm import tqdm
 
@@ -51,3 +52,37 @@ def unload(tuner: Any, merge: bool, progressbar: bool, safe_merge: bool, adapter
     if hasattr(tuner.model, "peft_config"):
         del tuner.model.peft_config
     return tuner.model
+
+
+def delete_adapter(tuner: Any, adapter_name: str) -> None:
+    """Delete one adapter; see `DeltaTuner.delete_adapter`."""
+    if adapter_name not in tuner.peft_config:
+        raise ValueError(f"Adapter {adapter_name} does not exist. Adapters: {', '.join(tuner.peft_config)}.")
+    _check_adapters_not_merged(tuner.model, adapter_name)
+    was_active = adapter_name in tuner.active_adapters
+    remaining = [name for name in tuner.active_adapters if name != adapter_name]
+    del tuner.peft_config[adapter_name]
+    if was_active and not remaining:
+        remaining = list(tuner.peft_config)[:1]
+        if remaining:
+            warnings.warn(
+                f"Adapter {adapter_name} was active which is now deleted. Setting active adapter to {remaining[0]}.",
+                stacklevel=2,
+            )
+    if was_active and remaining:
+        tuner.set_adapter(remaining)
+    elif was_active:
+        tuner.active_adapter = []
+        tuner._sync_labels()
+    for module in list(tuner.model.modules()):
+        if isinstance(module, BaseTunerLayer):
+            for attribute in module.adapter_layer_names + module.other_param_names:
+                table = getattr(module, attribute)
+                if adapter_name in table:
+                    del table[adapter_name]
+            if was_active and not remaining:
+                module.set_adapter([])
+        elif isinstance(module, AuxiliaryTrainingWrapper):
+            module.delete_adapter(adapter_name, new_active_adapters=list(tuner.active_adapters))
+    if "_backward_start" in tuner.__dict__:
+        tuner._backward_start.look_again()  # it would hold on to the deleted tensors
