@@ -200,9 +200,10 @@ def _bias_of_positions(encoder: Any, states: torch.Tensor, *_: Any, **__: Any) -
 
 
 def _attend(
-    attention: Any, states: torch.Tensor, attention_mask: torch.Tensor | None, position_bias: torch.Tensor, **_: Any
+    attention: Any, states: torch.Tensor, attention_mask: torch.Tensor | None, *others: Any, **_: Any
 ) -> tuple[torch.Tensor]:
     """MPNet's self-attention; the bias is the same for all rows, (1, heads, tokens, tokens)."""
+    position_bias = others[-1]  # transformers 4 has a mask of heads before it
     dtype = _dtype_within(states)
     states = states.to(dtype)
     shape = (*states.shape[:2], attention.num_attention_heads, attention.attention_head_size)
