@@ -6,6 +6,7 @@ import copy
 import json
 import time
 from dataclasses import dataclass
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -64,7 +65,7 @@ class Place:
 
     def lengths(self, task: str) -> torch.Tensor:
         """How many tokens the training rows of a task have."""
-        return tasks.load_cached(task, None, self.data, self.cache).train.lengths
+        return _lengths(task, self.data, self.cache)
 
     @property
     def depth(self) -> int:
@@ -90,9 +91,14 @@ class Place:
         shared = {r["score"]: r for r in found if r["seed"] == 0 and r["score"] in criteria.COSTLY}
         return shared | {r["score"]: r for r in found if r["seed"] == seed}
 
-    def is_done(self, kind: str, task: str, seed: int) -> bool:
-        """Whether there is a result of one of the kinds `track` and `samples`."""
-        return any((r["task"], r["seed"]) == (task, seed) for r in records.read(self.results / f"{kind}.jsonl"))
+    def is_tracked(self, task: str, seed: int) -> bool:
+        """Whether there is a result of `track`."""
+        return any((r["task"], r["seed"]) == (task, seed) for r in records.read(self.results / "track.jsonl"))
+
+    def sampled(self, task: str, seed: int) -> set[str]:
+        """The kinds of rankings that there are of `samples`."""
+        found = [r for r in records.read(self.results / "samples.jsonl") if (r["task"], r["seed"]) == (task, seed)]
+        return {ranking["kind"] for record in found for ranking in record["rankings"]}
 
     def rates(self) -> dict[str, float]:
         """The learning rate chosen for each family of methods."""
@@ -100,6 +106,11 @@ class Place:
         if not file.exists():
             raise ValueError(f"{file} is not there: choose the learning rates first, with the command `rates`.")
         return json.loads(file.read_text())["chosen"]
+
+
+@cache
+def _lengths(task: str, data: Path, kept: Path) -> torch.Tensor:
+    return tasks.load_cached(task, None, data, kept).train.lengths
 
 
 @dataclass(frozen=True)
@@ -217,30 +228,37 @@ def track_job(place: Place, job: Job) -> None:
 
 
 def samples_job(place: Place, job: Job) -> None:
-    """Rank the layers by the Fisher from few and many samples, several kinds of labels, and several heads."""
+    """Rank the layers by the Fisher from few and many samples with one kind of labels, or with several heads."""
     rows = place.rows(job.task).train
     features = rows.to("cpu").features()
-    model = place.load(job.task, job.seed)
     found = []
 
-    def rank(model: torch.nn.Module, kind: str, n: int, seed: int, labels: str = "given") -> None:
-        ranking = rank_layers(model, features, num_samples=n, labels=labels, seed=seed, progress=False)
-        found.append({"kind": kind, "n": n, "draw": seed, "scores": ranking.scores})
+    def rank(model: torch.nn.Module, kind: str, n: int, seed: int, labels: str = "given", **more: int) -> None:
+        options = {"num_samples": n, "labels": labels, "seed": seed, "batch_size": 64}  # large, for speed alone
+        ranking = rank_layers(model, features, progress=False, **options)
+        found.append({"kind": kind, "n": n, "draw": seed, "scores": ranking.scores, **more})
 
-    regression = tasks.TASKS[job.task].regression
-    for labels in ("given", "sampled") if regression else ("given", "sampled", "exact"):
+    for kind in job.items:
+        if kind == "head":
+            index = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))[:1000]
+            seen = rows.take(index.to(rows.labels.device))
+            for head in range(5):
+                fresh = place.load(job.task, head)
+                rank(fresh, "head", 100, 0, head=head)
+                rank(criteria.warm_head(fresh, seen, head), "warm head", 100, 0, head=head)
+            continue
+        model = place.load(job.task, job.seed)
         for n in (size for size in SAMPLE_SIZES if size < len(rows)):
             for draw in range(1, 1 + (SAMPLE_DRAWS if n <= 300 else 1)):
-                rank(model, labels, n, draw, labels)
-        rank(model, labels, min(REFERENCE_SIZE, len(rows)), 0, labels)
-    index = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))[:1000].to(rows.labels.device)
-    for head in range(5):
-        fresh = place.load(job.task, head)
-        rank(fresh, "head", 100, 0)
-        rank(criteria.warm_head(fresh, rows.take(index), head), "warm head", 100, 0)
-        found[-2]["head"] = found[-1]["head"] = head
+                rank(model, kind, n, draw, kind)
+        rank(model, kind, min(REFERENCE_SIZE, len(rows)), 0, kind)
     result = {"task": job.task, "seed": job.seed, "rankings": found, **surroundings(place)}
     records.append(place.results / "samples.jsonl", result)
+
+
+def kinds_of_labels(task: str) -> tuple[str, ...]:
+    """The labels that a Fisher of a task can be measured with."""
+    return ("given", "sampled") if tasks.TASKS[task].regression else ("given", "sampled", "exact")
 
 
 JOBS = {"train": train_job, "rank": rank_job, "track": track_job, "samples": samples_job}

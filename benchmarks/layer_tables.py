@@ -98,6 +98,8 @@ def heads(results: Results) -> str:
     rows = []
     for record in records.read(results.folder / "samples.jsonl"):
         found = record["rankings"]
+        if not any(r["kind"] == "head" for r in found):
+            continue
         cells = []
         for kind in ("head", "warm head"):
             scores = [r["scores"] for r in found if r["kind"] == kind]

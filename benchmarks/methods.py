@@ -40,15 +40,27 @@ RATES: dict[str, tuple[float, ...]] = {
 }
 """The learning rates that are tried, three for each family of methods."""
 
-REPRESENTATIVES = {
-    "full": "full",
-    "layers": "alternate:5",
-    "lora": "lora-II",
-    "bitfit": "bitfit",
-    "spafit": "spafit-2-4-II",
-    "head": "head",
-}
-"""The method that a family's rate is chosen on. For `layers` it is every other layer, which favours no ranking."""
+
+def representatives(depth: int) -> dict[str, str]:
+    """The method that a family's rate is chosen on. For `layers` it is every other layer, which favours no ranking."""
+    return {
+        "full": "full",
+        "layers": f"alternate:{part(5, depth)}",
+        "lora": "lora-II",
+        "bitfit": "bitfit",
+        "spafit": spafit_name(2, 4, "II", depth),
+        "head": "head",
+    }
+
+
+def part(of_12: int, depth: int) -> int:
+    """As large a part of a model's layers as so many of 12, at least one."""
+    return max(1, depth * of_12 // 12)
+
+
+def spafit_name(n1: int, n2: int, variant: str, depth: int) -> str:
+    """SPAFIT with its groups as on 12 layers."""
+    return f"spafit-{part(n1, depth)}-{part(n2, depth)}-{variant}"
 
 
 def family(tuning: str) -> str:

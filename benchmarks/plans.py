@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import criteria
 import methods
+import numpy as np
 import records
 import tasks
 from jobs import RANDOM_DRAWS, Job, Place
@@ -28,9 +29,10 @@ TOKENS_IN_STEP, MOST_IN_STEP = 32_000, 5
 
 def plans(question: str, depth: int) -> list[str]:
     """The methods that a question compares. Of 12 layers 5 are tuned, of others as large a part."""
-    k = max(1, depth * 5 // 12)
+    k = methods.part(5, depth)
     counts = range(1, k + 1)
-    seven, two = max(1, depth * 7 // 12), max(1, depth * 2 // 12)
+    seven, two = methods.part(7, depth), methods.part(2, depth)
+    groups = ((2, 4, "I"), (2, 4, "II"), (4, 6, "I"), (4, 6, "II"), (4, 8, "II"), (2, 7, "II"))
     return {
         "1": [
             *("full", "head", "lora-II"),
@@ -41,7 +43,7 @@ def plans(question: str, depth: int) -> list[str]:
         ],
         "6": [
             *("full", "bitfit", "lora-I", "lora-II"),
-            *("spafit-2-4-I", "spafit-2-4-II", "spafit-4-6-I", "spafit-4-6-II", "spafit-4-8-II", "spafit-2-7-II"),
+            *(methods.spafit_name(*group, depth) for group in groups),
             *(f"strata-II-lora:{seven}-bitfit:{two}/{score}" for score in ("fisher", "middle")),
         ],
         "8": [f"{score}:{k}" for score in ("middle", "alternate", *criteria.COSTLY)] + [f"fisher:{-k}"],
@@ -79,49 +81,83 @@ def weight(place: Place, task: str, models_in_step: int) -> float:
     return 4 + models_in_step * (1 + steps * (0.0025 + 1.2e-6 * tokens))
 
 
-def plan_jobs(place: Place, questions: Sequence[str], chosen: Sequence[str], seeds: Sequence[int]) -> list[Job]:
-    """Jobs for questions in the order given, all tasks with one seed before the next seed."""
+def plan_jobs(place: Place, wanted: Iterable[tuple[int, str]], chosen: Sequence[str]) -> list[Job]:
+    """Jobs for (seed, question) in the order given, each run once.
+
+    Args:
+        place: Where everything is.
+        wanted: Seeds and questions, the most urgent first.
+        chosen: The tasks.
+
+    Returns:
+        The jobs of what is missing.
+    """
     rates, jobs, planned = place.rates(), [], set()
-    for seed in seeds:
-        for question in questions:
-            wanted = []
-            for task in chosen:
-                orders = {score: ranking["order"] for score, ranking in place.rankings(task, seed).items()}
-                for plan in plans(question, place.depth):
-                    try:
-                        tuning = methods.resolve(plan, orders)
-                    except KeyError:
-                        continue  # not ranked yet
-                    key = (task, tuning, rates[methods.family(tuning)])
-                    if (*key, seed) not in planned:
-                        planned.add((*key, seed))
-                        wanted.append(key)
-            jobs += train_jobs(place, wanted, seed)
+    for seed, question in wanted:
+        runs = []
+        for task in chosen:
+            orders = {score: ranking["order"] for score, ranking in place.rankings(task, seed).items()}
+            for plan in plans(question, place.depth):
+                try:
+                    tuning = methods.resolve(plan, orders)
+                except KeyError:
+                    continue  # not ranked yet
+                key = (task, tuning, rates[methods.family(tuning)])
+                if (*key, seed) not in planned:
+                    planned.add((*key, seed))
+                    runs.append(key)
+        jobs += train_jobs(place, runs, seed)
     return jobs
 
 
 def choose_rates(place: Place) -> None:
-    """Write the learning rate of each family that is best on average over some tasks, on their held-out rows."""
+    """Write the learning rate of each family, chosen by the held-out rows of some tasks; see `choose`."""
     orders = {"alternate": alternate(place.depth)}
     done = {task: place.runs(task) for task in RATE_TASKS}
-    table: dict[str, dict[str, float]] = {}
-    for family, tried in methods.RATES.items():
-        tuning = methods.resolve(methods.REPRESENTATIVES[family], orders)
-        for rate in tried:
+    found: dict[str, dict[float, list[float]]] = {}
+    for family, plan in methods.representatives(place.depth).items():
+        tuning = methods.resolve(plan, orders)
+        for rate in methods.RATES[family]:
             results = [done[task].get((tuning, rate, 0)) for task in RATE_TASKS]
             if all(results):
-                means = [result["held_out"][result["metric"]] for result in results]
-                table.setdefault(family, {})[f"{rate:g}"] = sum(means) / len(means)
-    chosen = {family: float(max(means, key=lambda rate: means[rate])) for family, means in table.items()}
-    missing = [f for f, tried in methods.RATES.items() if len(table.get(f, {})) < len(tried)]
+                held_out = [result["held_out"][result["metric"]] for result in results]
+                found.setdefault(family, {})[rate] = held_out
+    chosen = {family: choose(values) for family, values in found.items()}
+    missing = [f for f, tried in methods.RATES.items() if len(found.get(f, {})) < len(tried)]
     if missing:
         print(f"not all learning rates of {', '.join(missing)} were tried")
     for family in set(methods.RATES) - set(chosen):
         chosen[family] = methods.RATES[family][1]
+    table = {f: {f"{rate:g}": float(np.mean(v)) for rate, v in values.items()} for f, values in found.items()}
     records.write(
         place.results / "rates.json", {"chosen": chosen, "held_out": table, "tasks": RATE_TASKS, "missing": missing}
     )
     print(json.dumps(table, indent=1), chosen)
+
+
+def choose(values: Mapping[float, Sequence[float]]) -> float:
+    """The smallest learning rate that is no worse than the best by more than the standard error of their difference.
+
+    The one-standard-error rule of Breiman et al. (1984), with the lower risk of divergence for simplicity.
+
+    Args:
+        values: The held-out metric on the same tasks in the same order, by rate.
+
+    Returns:
+        A rate.
+
+    Example:
+
+        >>> choose({1e-4: [0.60, 0.70], 2e-4: [0.72, 0.80], 4e-4: [0.70, 0.83]})
+        0.0002
+    """
+    best = max(values, key=lambda rate: np.mean(values[rate]))
+    count = len(values[best])
+    for rate in sorted(rate for rate in values if rate < best and count > 1):
+        behind = np.subtract(values[best], values[rate])
+        if behind.mean() < behind.std(ddof=1) / count**0.5:
+            return rate
+    return best
 
 
 def alternate(depth: int) -> list[int]:

@@ -31,7 +31,7 @@ import records
 import tasks
 import torch
 import transformers
-from jobs import Job, Place
+from jobs import Job, Place, kinds_of_labels
 from plans import (
     RANK_WEIGHT,
     RATE_TASKS,
@@ -47,6 +47,8 @@ from speed import check, cost
 
 
 RESULTS = Path(__file__).parent / "results" / "evidence"
+COMPARED = ("1", "6", "8")
+"""The questions that compare methods; more seeds are for them first."""
 
 
 def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -71,7 +73,7 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 def rate_jobs(place: Place) -> list[Job]:
     """Every learning rate of every family of methods, on a few tasks."""
     orders = {"alternate": alternate(place.depth)}
-    chosen = {f: methods.resolve(plan, orders) for f, plan in methods.REPRESENTATIVES.items()}
+    chosen = {f: methods.resolve(plan, orders) for f, plan in methods.representatives(place.depth).items()}
     wanted = [(t, chosen[f], r) for t in RATE_TASKS for f, tried in methods.RATES.items() for r in tried]
     return train_jobs(place, wanted, 0)
 
@@ -93,34 +95,48 @@ def rank_jobs(place: Place, chosen: Sequence[str], scores: Sequence[str], seed: 
 
 def other_jobs(place: Place, kind: str, chosen: Sequence[str], seed: int) -> list[Job]:
     """The jobs of `track` or `samples` that are missing."""
-    missing = [task for task in chosen if not place.is_done(kind, task, seed)]
-    jobs = [Job(kind, task, seed, ("full",), (place.rates()["full"],), weight(place, task, 1)) for task in missing]
+    jobs = []
+    for task in chosen:
+        whole = weight(place, task, 1)
+        if kind == "samples":
+            wanted = (*kinds_of_labels(task), "head")
+            missing = [part for part in wanted if part not in place.sampled(task, seed)]
+            jobs += [Job(kind, task, seed, (part,), weight=3 * whole) for part in missing]
+        elif not place.is_tracked(task, seed):
+            jobs.append(Job(kind, task, seed, ("full",), (place.rates()["full"],), weight=whole))
     return sorted(jobs, key=lambda job: -job.weight)
+
+
+def all_jobs(place: Place, options: argparse.Namespace) -> list[Job]:
+    """What `all` trains, and how it ranks beside, in one list: the first seed, then comparisons at k layers first."""
+    first, *later = options.seeds
+    compared = [question for question in options.questions if question in COMPARED]
+    rest = [question for question in options.questions if question not in COMPARED]
+    jobs = plan_jobs(place, [(first, question) for question in options.questions], options.tasks)
+    for kind in ("track", "samples"):
+        jobs += other_jobs(place, kind, options.tasks, first)
+    wanted = [(seed, question) for questions in (compared, rest) for seed in later for question in questions]
+    return jobs + plan_jobs(place, wanted, options.tasks)
 
 
 def phases(place: Place, options: argparse.Namespace) -> Iterator[list[Job]]:
     """The jobs of a command; those of a list need the results of the lists before it."""
     scores, seeds = options.scores or all_scores(), options.seeds
+    once = [score for score in scores if score not in criteria.COSTLY]
+    ranking = [
+        job for seed in seeds for job in rank_jobs(place, options.tasks, scores if seed == seeds[0] else once, seed)
+    ]
+    if options.command == "rank":
+        yield ranking
     if options.command in ("rates", "all"):
-        first = rank_jobs(place, options.tasks, scores, seeds[0]) if options.command == "all" else []
-        yield rate_jobs(place) + first
+        yield rate_jobs(place) + (ranking if options.command == "all" else [])
         choose_rates(place)
-    if options.command in ("train", "all"):
-        for number, seed in enumerate(seeds):
-            jobs = plan_jobs(place, options.questions, options.tasks, [seed])
-            if options.command == "all":
-                jobs += [
-                    job for kind in ("samples", "track") for job in other_jobs(place, kind, options.tasks, seeds[0])
-                ]
-                jobs += [
-                    job for later in seeds[number + 1 :][:1] for job in rank_jobs(place, options.tasks, scores, later)
-                ]
-            yield jobs
-    for seed in seeds:
-        if options.command == "rank":
-            yield rank_jobs(place, options.tasks, scores, seed)
-        elif options.command in ("track", "samples"):
-            yield other_jobs(place, options.command, options.tasks, seed)
+    if options.command == "all":
+        yield all_jobs(place, options)
+    if options.command == "train":
+        yield plan_jobs(place, [(seed, q) for seed in seeds for q in options.questions], options.tasks)
+    if options.command in ("track", "samples"):
+        yield [job for seed in seeds for job in other_jobs(place, options.command, options.tasks, seed)]
 
 
 def sizes(place: Place, task: str) -> dict[str, Any]:
@@ -154,11 +170,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.command == "check":
         check(place, options.processes)
     elif options.command == "cost":
-        orders = {"last": range(place.depth)[::-1], "middle": [3, 4, 5, 6, 7]}
-        wanted = ["full", "head", "bitfit", "lora-I", "lora-II", "spafit-2-4-I", "spafit-2-4-II"]
-        wanted += [
-            methods.resolve(p, orders) for p in ("middle:5", "last:1", "last:3", "last:5", f"last:{place.depth}")
-        ]
+        depth, k = place.depth, methods.part(5, place.depth)
+        orders = {"last": range(depth)[::-1], "middle": sorted(range(depth), key=lambda i: abs(4 * i - 2 * depth + 3))}
+        wanted = ["full", "head", "bitfit", "lora-I", "lora-II"]
+        wanted += [methods.spafit_name(2, 4, variant, depth) for variant in ("I", "II")]
+        counts = dict.fromkeys((1, methods.part(3, depth), k, depth))
+        wanted += [methods.resolve(p, orders) for p in (f"middle:{k}", *(f"last:{n}" for n in counts))]
         cost(place, list(dict.fromkeys(wanted)))
     else:
         with Pool(place, options.processes[0], until) as pool:

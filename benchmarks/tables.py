@@ -34,7 +34,7 @@ def learning_rates(results: Results) -> str:
             f"{'**' * (float(rate) == results.rates[family])}"
             for rate, mean in means.items()
         ]
-        rows.append([f"{family} ({methods.REPRESENTATIVES[family]})", *cells])
+        rows.append([f"{family} ({methods.representatives(results.depth)[family]})", *cells])
     most = max((len(row) for row in rows), default=1)
     rows = [row + [""] * (most - len(row)) for row in rows]
     return table(["family", *[""] * (most - 1)], rows)

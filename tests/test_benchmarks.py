@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import os
+import re
 import sys
+import types
 from dataclasses import replace
 from pathlib import Path
 
@@ -324,6 +327,27 @@ def test_every_method_trains_what_it_says(place, tuning):
     )
 
 
+def test_the_smallest_rate_within_a_standard_error_of_the_best_is_chosen():
+    far, near, best = [0.50, 0.60, 0.55], [0.71, 0.85, 0.60], [0.67, 0.87, 0.63]
+    behind = [b - n for b, n in zip(best, near, strict=True)]
+    mean = sum(behind) / 3
+    error = (sum((x - mean) ** 2 for x in behind) / 2 / 3) ** 0.5
+    assert 0 < mean < error  # by the definition of the rule
+    assert plans.choose({3e-4: best, 1e-4: near, 1e-5: far}) == 1e-4
+    assert plans.choose({1e-4: best, 3e-4: near}) == 1e-4
+    assert plans.choose({1e-4: [0.70, 0.84, 0.60], 3e-4: [0.71, 0.85, 0.61]}) == 3e-4
+
+
+@pytest.mark.parametrize("depth", [6, 12])
+def test_plans_fit_the_depth(depth):
+    orders = {score: list(range(depth)) for score in plans.all_scores()}
+    named = [methods.resolve(plan, orders) for question in "16853" for plan in plans.plans(question, depth)]
+    named += [methods.resolve(plan, orders) for plan in methods.representatives(depth).values()]
+    numbers = [int(n) for name in named if not name.startswith("lora") for n in re.findall(r"\d+", name)]
+    assert max(numbers) == depth - 1
+    assert ("spafit-4-8-II" in named, "spafit-1-2-II" in named) == (depth == 12, depth == 6)
+
+
 # ---- criteria
 
 
@@ -401,6 +425,9 @@ def test_the_whole_runs_once_and_is_not_repeated(place, monkeypatch):
     call(place, "track", "--tasks", "copa")
     call(place, "samples", "--tasks", "copa")
     results = place / "results"
+    sampled = [ranking for r in records.read(results / "samples.jsonl") for ranking in r["rankings"]]
+    assert {"given", "sampled", "exact", "head", "warm head"} == {ranking["kind"] for ranking in sampled}
+    assert len(sampled) == 2 * (3 * 3 + 2 * 5)  # two tasks; 1, 10 and all samples; two kinds of five heads
     before = {file: file.stat().st_mtime_ns for file in results.rglob("*.json*")}
     every = records.read(results / "runs/copa.jsonl")
     runs = {r["tuning"]: r for r in every if r["seed"] == 0}
@@ -439,6 +466,32 @@ def test_jobs_are_begun_in_order_as_long_as_they_end_in_time():
     assert scheduler.next_job(queue, 9.0).weight == 5.0
     assert scheduler.next_job(queue, 1.0) is None
     assert len(queue) == 1
+
+
+def test_processes_share_the_gpus_in_turn(monkeypatch, tmp_path):
+    shown = []
+
+    class Context:
+        def Pipe(self):
+            return None, types.SimpleNamespace(close=lambda: None)
+
+        def Process(self, **_):
+            return types.SimpleNamespace(start=lambda: shown.append(os.environ["CUDA_VISIBLE_DEVICES"]))
+
+    monkeypatch.setattr(scheduler.multiprocessing, "get_context", lambda _: Context())
+    place = jobs.Place("", tmp_path, tmp_path, tmp_path, "cuda")
+    for before, expected in ((None, "0123"), ("4,5", "45")):
+        if before:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", before)
+        else:
+            monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        monkeypatch.setattr(scheduler.torch.cuda, "device_count", expected.__len__)
+        shown.clear()
+        pool = scheduler.Pool(place, 16)
+        for number in range(16):
+            pool._start(number)
+        assert shown == list(expected) * (16 // len(expected))
+        assert os.environ.get("CUDA_VISIBLE_DEVICES") == before
 
 
 def test_a_job_that_is_too_large_is_done_in_halves(tmp_path):
