@@ -107,36 +107,28 @@ def other_jobs(place: Place, kind: str, chosen: Sequence[str], seed: int) -> lis
     return sorted(jobs, key=lambda job: -job.weight)
 
 
-def all_jobs(place: Place, options: argparse.Namespace) -> list[Job]:
-    """What `all` trains, and how it ranks beside, in one list: the first seed, then comparisons at k layers first."""
-    first, *later = options.seeds
-    compared = [question for question in options.questions if question in COMPARED]
-    rest = [question for question in options.questions if question not in COMPARED]
-    jobs = plan_jobs(place, [(first, question) for question in options.questions], options.tasks)
-    for kind in ("track", "samples"):
-        jobs += other_jobs(place, kind, options.tasks, first)
-    wanted = [(seed, question) for questions in (compared, rest) for seed in later for question in questions]
-    return jobs + plan_jobs(place, wanted, options.tasks)
-
-
 def phases(place: Place, options: argparse.Namespace) -> Iterator[list[Job]]:
     """The jobs of a command; those of a list need the results of the lists before it."""
-    scores, seeds = options.scores or all_scores(), options.seeds
+    scores, (first, *later) = options.scores or all_scores(), options.seeds
     once = [score for score in scores if score not in criteria.COSTLY]
-    ranking = [
-        job for seed in seeds for job in rank_jobs(place, options.tasks, scores if seed == seeds[0] else once, seed)
-    ]
+    ranking = rank_jobs(place, options.tasks, scores, first)
+    more_ranking = [job for seed in later for job in rank_jobs(place, options.tasks, once, seed)]
     if options.command == "rank":
-        yield ranking
+        yield ranking + more_ranking
     if options.command in ("rates", "all"):
         yield rate_jobs(place) + (ranking if options.command == "all" else [])
         choose_rates(place)
     if options.command == "all":
-        yield all_jobs(place, options)
+        training = plan_jobs(place, [(first, question) for question in options.questions], options.tasks)
+        others = [job for kind in ("track", "samples") for job in other_jobs(place, kind, options.tasks, first)]
+        yield training + more_ranking + others
+        wanted = [(seed, question) for seed in later for question in options.questions]
+        wanted.sort(key=lambda pair: pair[1] not in COMPARED)
+        yield plan_jobs(place, wanted, options.tasks)
     if options.command == "train":
-        yield plan_jobs(place, [(seed, q) for seed in seeds for q in options.questions], options.tasks)
+        yield plan_jobs(place, [(seed, q) for seed in options.seeds for q in options.questions], options.tasks)
     if options.command in ("track", "samples"):
-        yield [job for seed in seeds for job in other_jobs(place, options.command, options.tasks, seed)]
+        yield [job for seed in options.seeds for job in other_jobs(place, options.command, options.tasks, seed)]
 
 
 def sizes(place: Place, task: str) -> dict[str, Any]:
