@@ -7,8 +7,9 @@ from typing import Any
 
 from torch import nn
 
-from peft_surgical.layers import find_stacks
+from peft_surgical.layers import find_stacks, unwrap
 from peft_surgical.processes import count_processes, gather
+from peft_surgical.tuners.config import DeltaConfig
 
 
 _ENGINES = {  # by the class that the engine gives a module, or wraps it in
@@ -91,6 +92,10 @@ def shard_by_layer(accelerator: Any, model: nn.Module) -> None:
         accelerator: accelerate's `Accelerator`; of a `Trainer`, `trainer.accelerator`.
         model: The model, with or without adapters.
 
+    Raises:
+        ValueError: Under FSDP1, the model has no module of a class that the launch names, or it has adapters of one of
+            PEFT's own methods, which would lose their tensors.
+
     Example:
 
         >>> from accelerate import Accelerator
@@ -99,15 +104,32 @@ def shard_by_layer(accelerator: Any, model: nn.Module) -> None:
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
     if plugin is None:
         return
-    if not plugin.transformer_cls_names_to_wrap:
+    if not plugin.transformer_cls_names_to_wrap or hasattr(plugin, "_names_are_of_layers"):
         layers = [layer.module for stack in find_stacks(model).values() for layer in stack.layers]
         plugin.transformer_cls_names_to_wrap = list(dict.fromkeys(type(layer).__name__ for layer in layers))
+        plugin._names_are_of_layers = True  # of this model, not of the next one
     if getattr(plugin, "fsdp_version", 1) == 1:
+        _check_saved_whole(model)
         from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy  # slow, and not in every build of PyTorch
 
-        names = plugin.transformer_cls_names_to_wrap
-        classes = {type(module) for module in model.modules() if type(module).__name__ in names}
-        policy = partial(transformer_auto_wrap_policy, transformer_layer_cls=classes)
-        # one that stays, for Trainer puts PEFT's in its place when training starts
+        classes = {type(module).__name__: type(module) for module in model.modules()}
+        if missing := [name for name in plugin.transformer_cls_names_to_wrap if name not in classes]:
+            raise ValueError(
+                f"fsdp_transformer_layer_cls_to_wrap names {missing[0]!r}, but {type(unwrap(model)).__name__} has no "
+                "such module. Leave it out: the classes of the layers are found."
+            )
+        units = {classes[name] for name in plugin.transformer_cls_names_to_wrap}
+        policy = partial(transformer_auto_wrap_policy, transformer_layer_cls=units)
+        # one that stays: when training starts, Trainer puts PEFT's in its place, and has no option not to
         stays = {"auto_wrap_policy": property(lambda self: policy, lambda self, other: None)}
         plugin.__class__ = type(type(plugin).__name__, (type(plugin),), stays)
+
+
+def _check_saved_whole(model: nn.Module) -> None:
+    """Refuse adapters that could not be saved under FSDP1, where a tensor's name is not the path of its module."""
+    for name, config in getattr(model, "peft_config", {}).items():
+        if not isinstance(config, DeltaConfig):
+            raise ValueError(
+                f"Adapter {name!r} is a {type(config).__name__} of PEFT's own, which saves files without its tensors "
+                "under FSDP1. Use FSDP2 (fsdp_version: 2), or, for LoRA, StratifiedConfig(target_modules=[...])."
+            )

@@ -33,6 +33,7 @@ from peft import PeftModel, get_peft_model
 from safetensors.torch import load_file
 
 from peft_surgical import rank_layers
+from peft_surgical.layers import find_stacks
 
 
 SHARDING = ["fsdp2", "fsdp1", "zero3"]
@@ -73,7 +74,7 @@ def run(engine, tmp_path_factory) -> Run:
 @functools.cache
 def trained_alone(case: Case) -> PeftModel:
     model = make_model(case)
-    train(model, make_optimizer(model), batches())
+    train(model, make_optimizer(model), batches(case.family))
     return model
 
 
@@ -134,12 +135,32 @@ def test_each_process_holds_its_share_of_frozen_and_trained_tensors(run, case):
     assert sum(second.values()) > 0.45 * sum(whole.values())
 
 
+def check_units(found: list[str], case: Case) -> None:
+    """The layers are units, and nothing inside them is."""
+    (stack,) = find_stacks(make_base(case.family)).values()
+    layers = [f"base_model.model.{layer.path}" for layer in stack.layers]
+    assert [unit for unit in found if unit.startswith(tuple(layers))] == layers
+
+
 @pytest.mark.parametrize("engine", ["fsdp2", "fsdp1"])
 @cases
 def test_the_layers_stay_the_units_of_sharding(run, case):
     for units in run.of_all(case.name, "units"):
-        layers = [unit for unit in units if ".layer." in unit]
-        assert layers == [f"base_model.model.bert.encoder.layer.{i}" for i in range(4)]
+        check_units(units, case)
+
+
+@pytest.mark.parametrize("engine", ["fsdp2", "fsdp1"])
+@methods
+def test_the_layers_stay_the_units_under_trainer(run, case):
+    for units in run.of_all(case.name, "units of Trainer"):
+        check_units(units, case)
+
+
+@pytest.mark.parametrize("engine", ["fsdp1"])
+def test_adapters_that_peft_would_save_empty_are_refused(run):
+    for found in run.of_all("LoRA of PEFT"):
+        assert "LoraConfig of PEFT's own, which saves files without its tensors under FSDP1" in found["error"]
+        assert found["saved"] in (0, None)  # if this fails, PEFT saves them now, and the error can go
 
 
 # saving and loading
@@ -167,14 +188,14 @@ def test_the_saved_files_are_those_that_one_process_saves(run, case, tmp_path):
 @cases
 def test_the_saved_files_load_in_one_process_and_under_the_engine(run, case):
     tensors = run.tensors(case)
-    assert not torch.allclose(tensors["logits"], logits(make_model(case)), atol=1e-3)
-    alone = logits(PeftModel.from_pretrained(make_base(), run.folder / case.name))
+    assert not torch.allclose(tensors["logits"], logits(make_model(case), case.family), atol=1e-3)
+    alone = logits(PeftModel.from_pretrained(make_base(case.family), run.folder / case.name), case.family)
     for found in (tensors["logits"], tensors["logits after loading"]):
         assert torch.equal(found, alone)
 
 
 @sharding
-@own_methods
+@methods
 def test_a_share_of_a_tensor_is_an_error_before_anything_is_written(run, case):
     first, second = run.of_all(case.name, "not gathered")
     assert "accelerator.get_state_dict(model)" in first
@@ -196,8 +217,6 @@ def test_adapting_loading_and_ranking_come_before_prepare(run, engine):
 @engines
 @methods
 def test_two_steps_of_trainer_and_two_more_are_four(run, case, engine):
-    if (engine, case.method) == ("fsdp1", "HEAD"):
-        pytest.skip("PEFT's own methods cannot save a checkpoint of a head under FSDP1")
     whole, resumed = (run.folder / f"{case.name}-{name}/end" for name in ("whole", "half"))
     expected, found = (load_file(folder / "adapter_model.safetensors") for folder in (whole, resumed))
     half = load_file(run.folder / f"{case.name}-half/checkpoint-2/adapter_model.safetensors")
@@ -209,6 +228,14 @@ def test_two_steps_of_trainer_and_two_more_are_four(run, case, engine):
             torch.testing.assert_close(found[name], tensor, rtol=0, atol=1e-6)
     models = [PeftModel.from_pretrained(make_base(), folder) for folder in (whole, resumed)]
     torch.testing.assert_close(logits(models[0]), logits(models[1]), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("engine", ["fsdp1"])
+def test_on_the_cpu_pytorch_saves_adam_wrongly_for_fsdp1(run):
+    """Also for a plain model. If this fails, going on with Adam can be tested as it is under the other engines."""
+    saved = torch.load(run.folder / "plain/optimizer.bin")["state"]
+    assert len(saved) == len(dict(make_base().named_parameters()))
+    assert all(torch.equal(state["exp_avg"], state["exp_avg_sq"]) for state in saved.values())
 
 
 def test_models_that_zero3_shards_at_birth_are_adapted_and_checked_by_their_whole_weights(tmp_path):

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from peft import LoraConfig, PeftConfig
 from peft.utils import SAFETENSORS_WEIGHTS_NAME
+from peft.utils.constants import DUMMY_TARGET_MODULES
 from tqdm import tqdm
 
 from peft_surgical.deltas.adapter_files import AdapterFile, method_of
@@ -72,7 +73,7 @@ def export_lora(adapter: str | os.PathLike, output: str | os.PathLike, *, head: 
         the exported adapter computes something else, so this list should be looked at.
 
     Raises:
-        ValueError: The adapter is no STRATIFIED one, or has no LoRA.
+        ValueError: The adapter is no STRATIFIED one, or has no LoRA and no head to go along.
     """
     delta = AdapterFile(adapter)
     if delta.config.peft_type != "STRATIFIED":
@@ -81,13 +82,13 @@ def export_lora(adapter: str | os.PathLike, output: str | os.PathLike, *, head: 
             "export. merge_checkpoint writes a whole checkpoint, which every server takes."
         )
     taken = [entry for entry in delta.entries if ".lora_" in entry.key and not entry.is_copy]
-    if not taken:
-        raise ValueError(f"{delta.source} has no LoRA, only tuned copies: there is nothing to export.")
     others = [entry for entry in delta.entries if not entry.is_copy and entry not in taken] if head else []
+    if not taken and not others:
+        raise ValueError(f"{delta.source} has no LoRA, only tuned copies: there is nothing to export.")
     paths = sorted({entry.name.partition(".lora_")[0] for entry in taken})
     known = {field.name for field in fields(LoraConfig)}
     options = {name: value for name, value in delta.config.to_dict().items() if name in known}
-    config = LoraConfig(**{**options, "peft_type": "LORA", "target_modules": paths})
+    config = LoraConfig(**{**options, "peft_type": "LORA", "target_modules": paths or DUMMY_TARGET_MODULES})
     if not others:  # by the task type alone, PEFT would look for the head's tensors
         config.modules_to_save = config.task_type = None
     kept = [*taken, *others]

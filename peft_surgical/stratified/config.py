@@ -40,7 +40,8 @@ class StratifiedConfig(DeltaConfig, LoraConfig):
         group_2: How group 2 is tuned: `"bitfit"`, as in the paper, or `"norm"`, for models without bias terms.
         strata: The strata. `tune` is `"frozen"`, `"bitfit"` (all bias terms), `"norm"` (weights and biases of norms),
             `"lora"` or `"full"` (all weights). A stratum with LoRA may name its own `"target_modules"` and `"bias"`. A
-            dict of lists by stack for models with several stacks; stacks that are not named stay frozen.
+            dict of lists by stack for models with several stacks; stacks that are not named stay frozen. With all of
+            them frozen the head alone is trained, or what `modules_to_save` names.
         variant: The attention's modules that get LoRA if `target_modules` does not name others: `"I"` for query, key
             and value, `"II"` (the default) for the attention's output too.
         bias_beside_lora: The bias terms that are trained in a stratum with LoRA: those of the `"other"` sub-layers,

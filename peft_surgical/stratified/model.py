@@ -18,6 +18,7 @@ from peft.tuners.tuners_utils import (
     _maybe_include_all_linear_layers,
     check_target_module_exists,
 )
+from peft.utils.constants import DUMMY_TARGET_MODULES
 from peft.utils.other import get_pattern_key
 from torch import nn
 from transformers.pytorch_utils import Conv1D
@@ -75,6 +76,9 @@ class StratifiedModel(DeltaTuner, LoraModel):  # type: ignore[misc]
         config._lora, config._owners = choice.lora, choice.owners
         config.strata = plain_strata(strata, model)
         config.n1 = config.n2 = config.variant = None
+        if not choice.lora and not choice.copies:
+            _check_head(config)
+            config.target_modules = DUMMY_TARGET_MODULES  # PEFT's word for an adapter that adapts no module
         return choice.copies
 
     def _touched_tensors(self, config: Any, model: nn.Module) -> dict[str, torch.Tensor]:
@@ -120,6 +124,7 @@ class StratifiedModel(DeltaTuner, LoraModel):  # type: ignore[misc]
             )
         if all(stratified):
             united.strata = unite_strata(self.model, configs)
+            united.target_modules = None  # each stratum has its own
         else:
             united.target_modules = set().union(*(config._lora for config in configs))
             united.exclude_modules = united.layers_to_transform = united.layers_pattern = None
@@ -270,6 +275,15 @@ class StratifiedModel(DeltaTuner, LoraModel):  # type: ignore[misc]
             super()
             ._remove_adapter_name_from_key(key, adapter_name)
             .replace(f".base_layer.{container}", f".{container}")
+        )
+
+
+def _check_head(config: Any) -> None:
+    """Refuse strata that are all frozen where nothing else is trained."""
+    if not config.modules_to_save and not config.trainable_token_indices:
+        raise ValueError(
+            f"strata={config.strata!r} leave all layers frozen, and nothing else is trained. Tune a stratum, name "
+            "modules in modules_to_save, or give a task_type whose head is trained, e.g. 'SEQ_CLS'."
         )
 
 

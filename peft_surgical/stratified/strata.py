@@ -225,8 +225,10 @@ def _items_by_stack(model: nn.Module, config: Any) -> dict[Stack, list[Mapping]]
         return named
     in_pairs = len(stacks) > 1 and getattr(getattr(model, "config", None), "is_encoder_decoder", False)
     if config.strata is not None:
-        # one stratum for all layers means the same in every stack
-        if in_pairs and [item["layers"] for item in config.strata] == ["all"]:
+        # one stratum for all layers means the same in every stack; where it tunes them, towers are to be named
+        if [item["layers"] for item in config.strata] == ["all"] and (
+            in_pairs or config.strata[0]["tune"] == "frozen"
+        ):
             return {stack: config.strata for stack in stacks.values()}
         return {_only_stack(model, stacks, "strata={'%s': [...]}"): config.strata}
     if not in_pairs:

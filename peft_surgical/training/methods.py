@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from peft import LoraConfig, TaskType, get_peft_model
-from peft.utils.constants import DUMMY_TARGET_MODULES, TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
+from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
 from torch import nn
 
 from peft_surgical.ranking.rank import LayerRanking
+from peft_surgical.stratified.config import StratifiedConfig
 from peft_surgical.training import spafit
 from peft_surgical.tuners.surgical import SurgicalConfig
 
@@ -73,8 +74,9 @@ def adapt_last(model: nn.Module, job: TrainingJob, ranking: LayerRanking | None,
 
 
 def adapt_head(model: nn.Module, job: TrainingJob, ranking: LayerRanking | None, head: list[str] | None) -> nn.Module:
-    """The task's head alone, as a LoRA adapter of PEFT that has the head to save and no LoRA weights."""
-    config = LoraConfig(task_type=TaskType.SEQ_CLS, target_modules=DUMMY_TARGET_MODULES, modules_to_save=head)
+    """The task's head alone."""
+    frozen = [{"layers": "all", "tune": "frozen"}]
+    config = StratifiedConfig(task_type=TaskType.SEQ_CLS, strata=frozen, modules_to_save=head)
     return get_peft_model(model, config)
 
 

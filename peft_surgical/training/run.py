@@ -108,6 +108,9 @@ class TrainingRun:
         prepared = self.prepared
         adapt = METHODS[self.job.method].adapt
         self.model = adapt(prepared.model, self.job, self.ranking, prepared.head)
+        self.tuned_layers = tuned_layers(self.model)
+        # before the weights are sharded
+        self.trained_parameters = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
         self.trainer = make_trainer(
             self.model,
             training_arguments(self.job, len(prepared.train), self.metric if prepared.parts.selection else None),
@@ -160,7 +163,7 @@ class TrainingRun:
             }
         return {
             "method": self.job.method,
-            "layers": tuned_layers(self.model),
+            "layers": self.tuned_layers,
             "task": {
                 "kind": task.kind,
                 "text_columns": task.text_columns,
@@ -171,10 +174,7 @@ class TrainingRun:
             "evaluation": {"rows": parts.evaluation_name, "samples": len(parts.evaluation), **measured},
             "selection": selection,
             "training": {"rows": parts.train_name, "samples": len(parts.train), "steps": state.global_step},
-            "parameters": {
-                "total": self.total_parameters,
-                "trained": sum(p.numel() for p in self.model.parameters() if p.requires_grad),
-            },
+            "parameters": {"total": self.total_parameters, "trained": self.trained_parameters},
             "files": {file.name: file.stat().st_size for file in sorted(self.folder.glob("*.safetensors"))},
             "seconds": {name: round(value, 2) for name, value in self.seconds.items()},
             "history": _history(state.log_history),

@@ -9,16 +9,17 @@ from pathlib import Path
 
 import torch
 from adapters import make_config, shake
-from peft import LoraConfig, PeftModel, get_peft_model
-from peft.utils.constants import DUMMY_TARGET_MODULES
-from tiny_models import batch, build
+from peft import PeftModel, get_peft_model
+from tiny_models import HEADS, INSIDE, LAYERS, WIDTH, batch, build, spread
 from torch import nn
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import BeitConfig, BeitForImageClassification, Trainer, TrainerCallback, TrainingArguments
 
+from peft_surgical import StratifiedConfig, SurgicalConfig
 from peft_surgical.sharding import shard_by_layer
 
 
 STEPS, ROWS = 3, 4
+INPUTS = {"bert": "bert", "beit": "vit"}  # family -> the one of `tiny_models` with such inputs
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ class Case:
     name: str
     method: str
     checkpointing: bool = False
+    family: str = "bert"
 
 
 METHODS = [Case("surgical", "SURGICAL"), Case("stratified", "STRATIFIED"), Case("head", "HEAD")]
@@ -35,21 +37,42 @@ CHECKPOINTED = [
     Case("surgical-checkpointed", "SURGICAL", checkpointing=True),
     Case("stratified-checkpointed", "STRATIFIED", checkpointing=True),
 ]
-CASES = [*METHODS, *CHECKPOINTED]
+OWNERS = Case("owners", "SURGICAL", family="beit")  # whose layers own parameters themselves
+CASES = [*METHODS, *CHECKPOINTED, OWNERS]
 
 
-def make_base() -> nn.Module:
+def make_base(family: str = "bert") -> nn.Module:
     """Without dropout, so that any number of processes computes the same."""
-    return build("bert", hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    if family == "bert":
+        return build("bert", hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    config = BeitConfig(
+        hidden_size=WIDTH,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS,
+        intermediate_size=INSIDE,
+        image_size=16,
+        patch_size=8,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+        drop_path_rate=0.0,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = BeitForImageClassification(config)
+        spread(model)
+    return model.eval()
 
 
 def make_model(case: Case) -> PeftModel:
     torch.manual_seed(1)
     if case.method == "HEAD":
-        config = LoraConfig(task_type="SEQ_CLS", target_modules=DUMMY_TARGET_MODULES, modules_to_save=["classifier"])
+        config = StratifiedConfig(task_type="SEQ_CLS", strata=[{"layers": "all", "tune": "frozen"}])
+    elif case.family == "beit":
+        config = SurgicalConfig(layers=[1, 2], modules_to_save=["classifier"])
     else:
-        config = make_config(case.method, "bert", [1, 2])
-    model = shake(get_peft_model(make_base(), config), "default")  # LoRA's A would not move at first
+        config = make_config(case.method, case.family, [1, 2])
+    # LoRA's A would not move at first
+    model = shake(get_peft_model(make_base(case.family), config), "default")
     if case.checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model.train()
@@ -60,11 +83,11 @@ def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
 
 
-def batches(rank: int = 0, processes: int = 1) -> Iterator[dict[str, torch.Tensor]]:
+def batches(family: str = "bert", rank: int = 0, processes: int = 1) -> Iterator[dict[str, torch.Tensor]]:
     """A process's rows of each step's batch."""
     rows = ROWS // processes
     for step in range(STEPS):
-        joint = batch("bert", n=ROWS, seed=step)
+        joint = batch(INPUTS[family], n=ROWS, seed=step)
         yield {name: value[rank * rows : (rank + 1) * rows] for name, value in joint.items()}
 
 
@@ -87,8 +110,8 @@ def train(
 
 
 @torch.no_grad()
-def logits(model: nn.Module) -> torch.Tensor:
-    inputs = batch("bert", n=ROWS, seed=99, labels=False)
+def logits(model: nn.Module, family: str = "bert") -> torch.Tensor:
+    inputs = batch(INPUTS[family], n=ROWS, seed=99, labels=False)
     model.eval()
     return model(**inputs).logits.detach().clone()
 

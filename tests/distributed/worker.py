@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import gather_object
-from peft import PeftModel, get_peft_model
+from accelerate.utils import gather_object, save_fsdp_optimizer
+from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -63,11 +63,13 @@ class Worker:
         facts["rankings"] = self.rank_layers()
         facts["other weights"] = self.rank_other_weights()
         facts["wrong order"] = self.try_wrong_order()
+        if self.is_fsdp1:
+            facts["LoRA of PEFT"] = self.save_lora_of_peft()
+            self.save_adam_of_plain_model()
         for case in CASES:
             facts[case.name] = self.train(case)
         for case in METHODS:
-            if not (self.is_fsdp1 and case.method == "HEAD"):  # PEFT's own, which fails to save a checkpoint there
-                self.resume(case)
+            facts[case.name]["units of Trainer"] = self.resume(case)
         everyone = gather_object([facts])
         if self.rank == 0:
             (self.folder / "facts.json").write_text(json.dumps(everyone, indent=1))
@@ -110,10 +112,10 @@ class Worker:
         facts: dict[str, Any] = {}
         model, optimizer = self.prepare(make_model(case))
         adapter = self.accelerator.unwrap_model(model)
-        facts["units"] = [plain_name(name) for name, m in model.named_modules() if is_unit(m)]
+        facts["units"] = units(model)
         facts["held"] = {plain_name(name): local_size(p) for name, p in model.named_parameters()}
 
-        steps = [*batches(self.rank, self.processes)]
+        steps = [*batches(case.family, self.rank, self.processes)]
         backward = self.accelerator.backward
         if self.is_deepspeed:  # accelerate knows one engine, the first
 
@@ -132,15 +134,14 @@ class Worker:
         facts["frozen digest"] = digest(whole[name] for name in sorted(whole) if ".default." not in name)
         state = self.accelerator.get_state_dict(model)
         main = self.accelerator.is_main_process
-        if main or case.method == "SURGICAL":  # both ways are in use; PEFT's own methods know the first one only
+        if main or case.method == "SURGICAL":  # both ways are in use
             adapter.save_pretrained(self.folder / case.name, state_dict=state, is_main_process=main)
         self.accelerator.wait_for_everyone()
-        if case.method != "HEAD":  # that one is PEFT's own
-            facts["not gathered"] = error_of(lambda: adapter.save_pretrained(self.folder / f"raw-{self.rank}"))
+        facts["not gathered"] = error_of(lambda: adapter.save_pretrained(self.folder / f"raw-{self.rank}"))
 
-        loaded = PeftModel.from_pretrained(make_base(), self.folder / case.name, is_trainable=True)
+        loaded = PeftModel.from_pretrained(make_base(case.family), self.folder / case.name, is_trainable=True)
         again, _ = self.prepare(loaded)
-        outputs = {"logits": logits(model), "logits after loading": logits(again)}
+        outputs = {"logits": logits(model, case.family), "logits after loading": logits(again, case.family)}
         if self.rank == 0:
             torch.save({"weights": whole, **outputs}, self.folder / f"{case.name}.pt")
         return facts
@@ -159,10 +160,10 @@ class Worker:
             parameters = {plain_name(name): p.detach() for name, p in model.named_parameters()}
             return {n: (p.full_tensor() if hasattr(p, "full_tensor") else p).clone() for n, p in parameters.items()}
 
-    def resume(self, case: Case) -> None:
+    def resume(self, case: Case) -> list[str]:
         """Four steps at once, and two with two more from the checkpoint, each saved by Trainer."""
-        # of FSDP1 on the CPU, PyTorch saves an empty state for Adam, whatever the model
-        optimizer = "sgd" if self.is_fsdp1 else "adamw_torch"
+        # of FSDP1 on the CPU, PyTorch saves one state for each parameter rightly, but Adam has two
+        optimizer = "rmsprop" if self.is_fsdp1 else "adamw_torch"
         whole = make_trainer(case, self.folder / f"{case.name}-whole", optimizer=optimizer)
         whole.train()
         whole.save_model(str(self.folder / f"{case.name}-whole/end"))
@@ -170,11 +171,31 @@ class Worker:
         again = make_trainer(case, self.folder / f"{case.name}-half", optimizer=optimizer)
         again.train(resume_from_checkpoint=str(self.folder / f"{case.name}-half/checkpoint-2"))
         again.save_model(str(self.folder / f"{case.name}-half/end"))
+        return units(whole.model_wrapped)
+
+    def save_lora_of_peft(self) -> dict[str, Any]:
+        """What `shard_by_layer` says to a LoRA model of PEFT's own, and how many tensors of it FSDP would save."""
+        model = get_peft_model(make_base(), LoraConfig(target_modules=["query"]))
+        error = error_of(lambda: shard_by_layer(self.accelerator, model))
+        prepared, _ = self.accelerator.prepare(model, make_optimizer(model))
+        state = self.accelerator.get_state_dict(prepared)
+        return {"error": error, "saved": len(get_peft_model_state_dict(model, state)) if self.rank == 0 else None}
+
+    def save_adam_of_plain_model(self) -> None:
+        """As Trainer saves it."""
+        model = make_base()
+        shard_by_layer(self.accelerator, model)
+        prepared, optimizer = self.accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+        train(prepared, optimizer, batches(), self.accelerator.backward)
+        plugin = self.accelerator.state.fsdp_plugin
+        save_fsdp_optimizer(plugin, self.accelerator, optimizer, prepared, str(self.folder / "plain"))
 
 
-def is_unit(module: nn.Module) -> bool:
-    """Whether FSDP made a unit of a module."""
-    return any(cls.__name__ in ("FSDPModule", "FullyShardedDataParallel") for cls in type(module).__mro__)
+def units(model: nn.Module) -> list[str]:
+    """The modules that FSDP made units of."""
+    names = ("FSDPModule", "FullyShardedDataParallel")
+    found = [name for name, m in model.named_modules() if any(cls.__name__ in names for cls in type(m).__mro__)]
+    return [plain_name(name) for name in found]
 
 
 def local_size(parameter: torch.Tensor) -> int:
