@@ -19,6 +19,7 @@ import tasks
 import torch
 import training
 import transformers
+import warm_start
 from training import Trainee
 
 from peft_surgical.ranking.rank import rank_layers
@@ -245,7 +246,7 @@ def samples_job(place: Place, job: Job) -> None:
             for head in range(5):
                 fresh = place.load(job.task, head)
                 rank(fresh, "head", 100, 0, head=head)
-                rank(criteria.warm_head(fresh, seen, head), "warm head", 100, 0, head=head)
+                rank(warm_start.warm_head(fresh, seen, head), "warm head", 100, 0, head=head)
             continue
         model = place.load(job.task, job.seed)
         for n in (size for size in SAMPLE_SIZES if size < len(rows)):

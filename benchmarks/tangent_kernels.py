@@ -1,4 +1,7 @@
-"""Tangent kernels of modules from sketched gradients, and how well a kernel predicts rows it has not seen."""
+"""Candidate scores by the tangent kernels of layers: how well a kernel predicts rows it has not seen.
+
+The gradients of modules are sketched, for a kernel of all rows to fit into memory.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,12 @@ import math
 from collections.abc import Sequence
 
 import torch
+from models import head_names
 from tasks import Rows
 from torch import Tensor, nn
+from warm_start import rows_of, same_layers, samples_of, warm_head
+
+from peft_surgical.ranking.scores import LayerScores, ScoreRequest, register_score
 
 
 SKETCH = 64
@@ -102,3 +109,54 @@ def leave_one_out(kernel: Tensor, targets: Tensor) -> float:
         residual = (centred - fitted) / (1 - leverage)[:, None]
         best = min(best, float(residual.square().mean()))
     return best / float(centred.square().mean())
+
+
+@register_score("kernel")
+def kernel(request: ScoreRequest) -> LayerScores:
+    """How well the layer's tangent kernel, with the head's, predicts labels it has not seen.
+
+    Tuning a layer a little is regression on the gradients of the output by its parameters. The leave-one-out error of
+    this regression has a closed form, and does not depend on how large the gradients are.
+    """
+    kernels, head, targets = tangent_kernels(request)
+    alone = leave_one_out(head, targets)
+    gains = [alone - leave_one_out(head + k, targets) for k in kernels]
+    return LayerScores(gains, samples=samples_of(request), record={"head_alone": alone})
+
+
+@register_score("kernel_greedy")
+def kernel_greedy(request: ScoreRequest) -> LayerScores:
+    """As "kernel", for sets: each time the layer that helps those chosen before the most; for half of the layers."""
+    kernels, total, targets = tangent_kernels(request)
+    left, scores, errors = list(range(len(kernels))), [0.0] * len(kernels), []
+    while len(left) > len(kernels) // 2:
+        found = [leave_one_out(total + kernels[i], targets) for i in left]
+        errors.append(min(found))
+        chosen = found.index(errors[-1])
+        for layer, error in zip(left, found, strict=True):
+            scores[layer] = -error  # of those that are never chosen, the better the more help at the end
+        last = left.pop(chosen)
+        scores[last] = float(len(left))
+        total = total + kernels[last]
+    return LayerScores(scores, samples=samples_of(request), record={"errors": errors})
+
+
+def tangent_kernels(request: ScoreRequest) -> tuple[list[Tensor], Tensor, Tensor]:
+    """The tangent kernel of each layer and of the head, and what is to be predicted.
+
+    The gradients of a linear module are sketched by a random matrix on either side, and divided by their root mean
+    square, as Adam would. For two classes the difference of the logits is differentiated, else each of them.
+
+    Returns:
+        The kernels, (L) x (N, N), and (N, N); the labels, one column for each output, (N, outputs).
+    """
+    rows = rows_of(request)
+    model = warm_head(request.model, rows, request.seed).eval()
+    heads = head_names(model)
+    groups = [[m for m in layer.modules() if isinstance(m, nn.Linear)] for layer in same_layers(request, model)]
+    in_head = [
+        m for path, m in model.named_modules() if isinstance(m, nn.Linear) and set(path.split(".")) & set(heads)
+    ]
+    sketches = sketched_gradients(model, [*sum(groups, []), *in_head], rows, request.seed)
+    kernels = [sum(kernel_of(sketches[m]) for m in group) for group in groups]
+    return kernels, sum(kernel_of(sketches[m]) for m in in_head), targets_of(rows)

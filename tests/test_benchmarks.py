@@ -26,10 +26,11 @@ from peft_surgical.ranking.rank import rank_layers
 
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
-NAMES = "criteria jobs methods models plans plots records run scheduler tables tangent_kernels tasks training"
-criteria, jobs, methods, models, plans, plots, records, run, scheduler, tables, tangent_kernels, tasks, training = (
+NAMES = "criteria jobs methods models plans plots probes records run scheduler tables tangent_kernels"
+criteria, jobs, methods, models, plans, plots, probes, records, run, scheduler, tables, tangent_kernels = (
     __import__(name) for name in NAMES.split()
 )
+tasks, training, warm_start = (__import__(name) for name in ("tasks", "training", "warm_start"))
 
 WORDS = [f"w{i}" for i in range(90)]
 
@@ -398,8 +399,8 @@ def test_moments_give_the_librarys_fisher(place, monkeypatch):
 
 @pytest.mark.parametrize("score", criteria.CRITERIA)
 def test_a_criterion_leaves_the_model_alone_and_orders_all_layers(place, score, monkeypatch):
-    monkeypatch.setattr(criteria, "HEAD_STEPS", 2)
-    monkeypatch.setattr(criteria, "PROBE_STEPS", 2)
+    monkeypatch.setattr(warm_start, "HEAD_STEPS", 2)
+    monkeypatch.setattr(probes, "PROBE_STEPS", 2)
     rows, model = loaded(place, "copa")
     before = {name: t.clone() for name, t in model.state_dict().items()}
     found = rank_layers(model, rows.train.features(), score=score, num_samples=24, progress=False)
@@ -419,7 +420,7 @@ def test_the_whole_runs_once_and_is_not_repeated(place, monkeypatch):
     monkeypatch.setattr(methods, "RATES", {name: rates[:1] for name, rates in methods.RATES.items()})
     monkeypatch.setattr(jobs, "SAMPLE_SIZES", (1, 10))
     monkeypatch.setattr(jobs, "SAMPLE_DRAWS", 1)
-    monkeypatch.setattr(criteria, "HEAD_STEPS", 2)
+    monkeypatch.setattr(warm_start, "HEAD_STEPS", 2)
     scores = ["fisher", "random0", "published_code", "fisher_warm"]
     call(place, "all", "--scores", *scores, "--questions", "1", "--seeds", "0", "1")
     call(place, "track", "--tasks", "copa")
