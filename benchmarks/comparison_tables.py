@@ -2,36 +2,35 @@
 
 from __future__ import annotations
 
-import json
 import math
 
 import criteria
+import methods
 import numpy as np
 import plans
 from findings import Results, fewest_layers
 from jobs import RANDOM_DRAWS
-from table_format import MISSING, number, points, table
+from table_format import INTERVALS, MISSING, number, points, table
 
 
 def metrics_table(results: Results, named: dict[str, str], best: bool = True) -> str:
-    """Metrics in points: a row for each plan, a column for each task, and the average over the tasks."""
+    """Metrics in points, means over seeds: a row for each plan, a column for each task, and the average over tasks."""
     means = {plan: [results.mean(plan, task) for task in results.tasks] for plan in named}
     most = [np.nanmax([means[p][i] for p in named]) if best else None for i in range(len(results.tasks))]
     rows = []
     for plan, name in named.items():
         cells = [f"**{points(v)}**" if best and v == m else points(v) for v, m in zip(means[plan], most, strict=True)]
-        rows.append([name, *cells, points(results.average(plan, results.tasks), 2)])
-    return table(["method", *results.tasks, "average"], rows)
+        rows.append([name, results.seeds_of(plan), *cells, points(results.average(plan, results.tasks), 2)])
+    return table(["method", "seeds", *results.tasks, "average"], rows)
 
 
 def relative_table(results: Results, named: dict[str, str], to: str = "full") -> str:
-    """Differences in points to another plan."""
+    """Differences in points to another plan, paired by seed."""
     rows = []
     for plan, name in named.items():
-        cells = [points(results.mean(plan, task) - results.mean(to, task), sign=True) for task in results.tasks]
-        mean, half, _, _ = results.difference(plan, to, results.tasks)
-        rows.append([name, *cells, f"{number(mean, sign=True)} ± {number(half)}"])
-    return table(["method", *results.tasks, "mean, 95 %"], rows)
+        cells = [number(results.task_difference(plan, to, task), 1, sign=True) for task in results.tasks]
+        rows.append([name, *cells, str(results.difference(plan, to, results.tasks))])
+    return table(["method", *results.tasks, f"mean {INTERVALS}"], rows)
 
 
 # ---- the tables by name
@@ -72,14 +71,33 @@ def fisher_against(results: Results) -> str:
         (f"{score}:{k}", f"{name} {k}")
         for score, name in (("middle", "middle"), ("grad_norm", "gradient norm"), ("rgn", "RGN"), ("snr", "SNR"))
     ):
-        mean, half, better, worse = results.difference(f"fisher:{k}", other, results.tasks)
-        rows.append([f"Fisher {k} - {name}", f"{number(mean, sign=True)} ± {number(half)}", str(better), str(worse)])
-    return table(["difference", "points, 95 % over tasks", "tasks better", "worse"], rows)
+        found = results.difference(f"fisher:{k}", other, results.tasks)
+        rows.append([f"Fisher {k} - {name}", str(found), str(found.better), str(found.worse)])
+    return table(["difference", f"points {INTERVALS}", "tasks better", "worse"], rows)
 
 
 def spafit(results: Results) -> str:
     """Table 2 of Arora & Wang, scaled to this model."""
     return metrics_table(results, spafit_plans(results))
+
+
+def spafit_rates(results: Results) -> str:
+    """SPAFIT and strata at each learning rate that all were run with, on the first seed."""
+    seed, rows = results.seeds[0], []
+    ran = {(r["task"], r["tuning"], r["rate"]): r for r in results.every_run if r["seed"] == seed}
+    rates = [*methods.RATES["spafit"][:2]]
+    for plan, name in spafit_plans(results).items():
+        if not plan.startswith(("spafit", "strata")):
+            continue
+        found = [[ran.get((t, results.tuning(plan, t, seed), rate)) for t in results.tasks] for rate in rates]
+        if not all(all(runs) for runs in found):
+            continue
+        small, large = ([100 * run["validation"][run["metric"]] for run in runs] for runs in found)
+        lost = [t for t, a, b in zip(results.tasks, small, large, strict=True) if b < a - 10]
+        means = [number(float(np.mean(values)), 2) for values in (small, large)]
+        rows.append([name, *means, " ".join(lost)])
+    header = ["method", *(f"average at {rate:g}" for rate in rates)]
+    return table([*header, "tasks that lose over 10 points at the larger rate"], rows)
 
 
 def spafit_plans(results: Results) -> dict[str, str]:
@@ -101,32 +119,34 @@ def criteria_table(results: Results) -> str:
         score = plan.partition(":")[0]
         seconds = [r[score]["seconds"] for r in results.rankings.values() if score in r]
         cells = [points(results.average(plan, group), 2) for group in (chosen_on, confirmed_on, results.tasks)]
-        mean, half, better, worse = results.difference(plan, "full", results.tasks)
-        versus = f"{number(mean, sign=True)} ± {number(half)}"
-        rows.append(
-            [name, *cells, versus, f"{better}:{worse}", number(float(np.median(seconds)), 1) if seconds else ""]
-        )
-    rows.sort(key=lambda row: -float(row[3]) if row[3] != MISSING else 0)
-    rows = [row if row[3] != MISSING else [*row[:4], MISSING, MISSING, row[6]] for row in rows]
-    header = ["layers", f"choosing half ({len(chosen_on)})", f"confirming half ({len(confirmed_on)})", "all tasks"]
-    return table([*header, "minus full, 95 %", "better:worse than full", "seconds to rank"], rows)
+        found = results.difference(plan, "full", results.tasks)
+        took = number(float(np.median(seconds)), 1) if seconds else ""
+        median = number(float(np.median(found.by_task)), sign=True)
+        rows.append([name, results.seeds_of(plan), *cells, str(found), median, f"{found.better}:{found.worse}", took])
+    rows.sort(key=lambda row: -float(row[4]) if row[4] != MISSING else 0)
+    header = ["layers", "seeds", f"choosing half ({len(chosen_on)})", f"confirming half ({len(confirmed_on)})"]
+    return table([*header, "all tasks", f"minus full {INTERVALS}", "median", "better:worse", "seconds to rank"], rows)
 
 
 def criteria_rule(results: Results) -> str:
     """Question 8: what was asked of a criterion that wins."""
     k, rows = results.k, []
     rivals = {"random": "random", "last": f"last:{k}", "middle": f"middle:{k}", "fisher": f"fisher:{k}"}
-    for plan, name in criteria_plans(results).items():
-        if plan in ("full", "head", "lora-II") or math.isnan(results.average(plan, results.tasks)):
+    named = {p: n for p, n in criteria_plans(results).items() if p not in ("full", "head", "lora-II")}
+    noise = {task: results.seed_noise(list(named), task) for task in results.tasks}
+    for plan, name in named.items():
+        behind = {task: results.task_difference(plan, "full", task) for task in results.tasks}
+        if any(math.isnan(points) for points in behind.values()):
             continue
-        kept = sum(results.task_difference(plan, "full", task) >= -results.noise(task) for task in results.tasks)
-        cells = []
-        for rival in rivals.values():
-            mean, half, _, _ = results.difference(plan, rival, results.tasks)
-            cells.append("" if plan == rival else f"{number(mean, sign=True)} ± {number(half)}")
-        rows.append([name, f"{kept} of {len(results.tasks)}", *cells])
-    rows.sort(key=lambda row: -int(row[1].split()[0]))
-    return table(["layers", "tasks within noise of full", *(f"minus {rival}" for rival in rivals)], rows)
+        kept = sum(behind[task] >= -noise[task] for task in results.tasks)
+        near = sum(behind[task] >= -results.noise(task) for task in results.tasks)
+        found = {r: results.difference(plan, other, results.tasks) for r, other in rivals.items() if plan != other}
+        wins = kept >= 8 and all(difference.mean > 0 for difference in found.values())
+        cells = [str(found[rival]) if rival in found else "" for rival in rivals]
+        rows.append([name, str(kept), str(near), *cells, "yes" if wins else "no"])
+    rows.sort(key=lambda row: (-int(row[1]), -int(row[2])))
+    header = ["layers", f"within noise of seeds, of {len(results.tasks)}", "of validation"]
+    return table([*header, *(f"minus {rival}" for rival in rivals), "all asked for"], rows)
 
 
 def criteria_plans(results: Results) -> dict[str, str]:
@@ -157,29 +177,3 @@ def elsa_fraction(results: Results) -> str:
         cells = [MISSING if count is None else str(count) for count in counts]
         rows.append([f"{share:.0%} of full", *cells])
     return table(["fewest last layers for", *results.tasks], rows)
-
-
-def costs(results: Results) -> str:
-    """What each method costs."""
-    file = results.folder / "cost.json"
-    if not file.exists():
-        return ""
-    measured = json.loads(file.read_text())["methods"]
-    full, rows = measured["full"], []
-    for tuning, m in measured.items():
-        memory = f"{m['peak_bytes'] / 2**30:.2f}" if m["peak_bytes"] else MISSING
-        rows.append(
-            [
-                tuning,
-                f"{m['trained_parameters'] / 1e6:.2f}",
-                f"{m['delta_bytes'] / 1e6:.1f}",
-                f"{1000 * m['step_seconds']:.1f}",
-                f"{1000 * m['graph_seconds']:.1f}" if m["graph_seconds"] else MISSING,
-                f"{m['graph_seconds'] / full['graph_seconds']:.2f}" if m["graph_seconds"] else MISSING,
-                memory,
-                points(results.average(tuning, results.tasks), 2),
-            ]
-        )
-    header = ["method", "trained, M", "delta, MB", "step, ms", "its graph, ms", "of full", "peak memory, GiB"]
-    header.append("average metric")
-    return table(header, rows)

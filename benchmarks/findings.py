@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import criteria
@@ -15,6 +16,7 @@ import records
 import tasks
 from jobs import RANDOM_DRAWS
 from scipy.stats import kendalltau, t
+from table_format import number
 
 
 RESULTS = Path(__file__).parent / "results" / "evidence"
@@ -31,10 +33,10 @@ class Results:
         self.folder = folder
         chosen = json.loads((folder / "rates.json").read_text())
         self.rates, self.held_out_by_rate = chosen["chosen"], chosen["held_out"]
-        rows = [run for file in sorted(folder.glob("runs/*.jsonl")) for run in records.read(file)]
+        self.every_run = [run for file in sorted(folder.glob("runs/*.jsonl")) for run in records.read(file)]
         self.runs = {
             (r["task"], r["tuning"], r["seed"]): r
-            for r in rows
+            for r in self.every_run
             if r["rate"] == self.rates[methods.family(r["tuning"])]
         }
         sizes = folder / "tasks.json"
@@ -84,22 +86,46 @@ class Results:
         """The mean over tasks; NaN if a task is missing."""
         return float(np.mean([self.mean(plan, task) for task in chosen])) if chosen else math.nan
 
-    def difference(self, plan: str, other: str, chosen: Sequence[str]) -> tuple[float, float, int, int]:
-        """A plan against another on the same tasks and seeds.
+    def seeds_of(self, plan: str, chosen: Sequence[str] | None = None) -> str:
+        """How many seeds a plan was run with: a number, or the fewest and the most over the tasks."""
+        counts = [len(self.values(plan, task)) for task in chosen or self.tasks]
+        fewest, most = min(counts, default=0), max(counts, default=0)
+        return str(most) if fewest == most else f"{fewest}-{most}"
+
+    def differences(self, plan: str, other: str, task: str) -> list[float]:
+        """A plan against another on a task in points, for each seed that both have."""
+        a, b = self.values(plan, task), self.values(other, task)
+        return [100 * (a[seed] - b[seed]) for seed in sorted(set(a) & set(b))]
+
+    def difference(self, plan: str, other: str, chosen: Sequence[str]) -> Difference:
+        """A plan against another, paired by task and seed.
+
+        Args:
+            plan: The one.
+            other: The other.
+            chosen: The tasks.
 
         Returns:
-            The mean difference in points, half of its 95 % interval over tasks (both NaN if a task is missing), and on
-            how many tasks it is better and worse.
+            The difference; NaN if a task is missing.
         """
-        differences = [self.task_difference(plan, other, task) for task in chosen]
-        mean, half = interval(differences)
-        return mean, half, sum(d > 0 for d in differences), sum(d < 0 for d in differences)
+        return Difference([self.differences(plan, other, task) for task in chosen])
 
     def task_difference(self, plan: str, other: str, task: str) -> float:
         """A plan against another on a task, in points, mean over the seeds that both have; NaN if there are none."""
-        a, b = self.values(plan, task), self.values(other, task)
-        both = sorted(set(a) & set(b))
-        return 100 * float(np.mean([a[s] - b[s] for s in both])) if both else math.nan
+        found = self.differences(plan, other, task)
+        return float(np.mean(found)) if found else math.nan
+
+    def seed_noise(self, plans: Sequence[str], task: str) -> float:
+        """Half of the 95 % interval over seeds of a mean difference to full tuning on a task, in points.
+
+        The deviation between seeds is pooled over plans, since three seeds of one plan say little about it.
+        """
+        groups = [found for plan in plans if len(found := self.differences(plan, "full", task)) > 1]
+        freedom = sum(len(group) - 1 for group in groups)
+        if not freedom:
+            return math.nan
+        deviation = (sum((len(group) - 1) * np.var(group, ddof=1) for group in groups) / freedom) ** 0.5
+        return float(t.ppf(0.975, freedom) * deviation / max(map(len, groups)) ** 0.5)
 
     def noise(self, task: str) -> float:
         """Half of the 95 % interval, in points, that the size of the validation split alone gives one run, roughly.
@@ -113,6 +139,59 @@ class Results:
             return 196 * (1 - run["validation"]["pearson"] ** 2) / rows**0.5
         share = run["validation"]["accuracy"]
         return 196 * (share * (1 - share) / rows) ** 0.5
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far a way of tuning is ahead of another.
+
+    Args:
+        values: Differences in points, for each task those of each seed.
+    """
+
+    values: list[list[float]]
+
+    @property
+    def by_task(self) -> list[float]:
+        """The mean over the seeds of each task; NaN where there is none."""
+        return [float(np.mean(seeds)) if seeds else math.nan for seeds in self.values]
+
+    @property
+    def mean(self) -> float:
+        """The mean over tasks of the means over seeds."""
+        return float(np.mean(self.by_task)) if self.values else math.nan
+
+    @property
+    def over_tasks(self) -> float:
+        """Half of the 95 % interval of the mean for other tasks and seeds: Student's t on the tasks' means."""
+        return interval(self.by_task)[1]
+
+    @property
+    def over_seeds(self) -> float:
+        """Half of the 95 % interval of the mean for other seeds of the same tasks; NaN if one has a single seed.
+
+        The tasks' variances differ, so the degrees of freedom are Welch's and Satterthwaite's.
+        """
+        if any(len(seeds) < 2 for seeds in self.values):
+            return math.nan
+        parts = np.array([np.var(seeds, ddof=1) / len(seeds) for seeds in self.values])
+        if not parts.sum():
+            return 0.0
+        freedom = parts.sum() ** 2 / sum(p**2 / (len(s) - 1) for p, s in zip(parts, self.values, strict=True))
+        return float(t.ppf(0.975, freedom) * parts.sum() ** 0.5 / len(parts))
+
+    @property
+    def better(self) -> int:
+        """On how many tasks it is ahead."""
+        return sum(d > 0 for d in self.by_task)
+
+    @property
+    def worse(self) -> int:
+        """On how many tasks it is behind."""
+        return sum(d < 0 for d in self.by_task)
+
+    def __str__(self) -> str:
+        return f"{number(self.mean, sign=True)} ± {number(self.over_tasks)} ({number(self.over_seeds)})"
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:

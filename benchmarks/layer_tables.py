@@ -11,34 +11,39 @@ import numpy as np
 import pandas as pd
 import records
 from findings import Results, agreement, samples_frame
-from scipy.stats import kendalltau
-from table_format import MISSING, number, points, table
+from table_format import INTERVALS, MISSING, number, points, table
 
 
 def chosen_layers(results: Results) -> str:
-    """The layers that each score chooses."""
+    """The layers that each score chooses with the first seed, and how many two seeds share, mean over tasks."""
     k, rows = results.k, []
     for score in ("fisher", "published_code", "grad_norm", "rgn", "snr", *criteria.COSTLY):
-        cells = []
+        cells, shared = [], []
         for task in results.tasks:
-            ranking = results.rankings.get((task, 0), {}).get(score)
-            cells.append(" ".join(map(str, sorted(ranking["order"][:k]))) if ranking else MISSING)
-        rows.append([score, *cells])
-    return table(["score", *results.tasks], rows)
+            by_seed = [results.rankings.get((task, seed), {}).get(score) for seed in results.seeds]
+            first = by_seed[0]
+            cells.append(" ".join(map(str, sorted(first["order"][:k]))) if first else MISSING)
+            own = [
+                set(r["order"][:k]) for r, seed in zip(by_seed, results.seeds, strict=True) if r and r["seed"] == seed
+            ]
+            shared += [len(a & b) for a, b in itertools.combinations(own, 2)]
+        rows.append([score, *cells, number(float(np.mean(shared)), 1) if shared else MISSING])
+    return table(["score", *results.tasks, f"shared by seeds, of {k}"], rows)
 
 
 def layer_effects(results: Results) -> str:
-    """Which layers help: a linear model of the metric, less the task's mean, over all runs that tune k layers."""
+    """Which layers help: a linear model of the metric, less the mean of task and seed, over all runs of k layers."""
     rows = []
-    for (task, tuning, _), run in results.runs.items():
+    for (task, tuning, seed), run in results.runs.items():
         if (match := re.fullmatch(r"layers-([\d.]+)", tuning)) and match[1].count(".") == results.k - 1:
             inside = {int(n) for n in match[1].split(".")}
             rows.append(
-                [task, 100 * run["validation"][run["metric"]], *(float(i in inside) for i in range(results.depth))]
+                [task, seed, 100 * run["validation"][run["metric"]]]
+                + [float(i in inside) for i in range(results.depth)]
             )
     if not rows:
         return ""
-    frame = pd.DataFrame(rows, columns=["task", "value", *range(results.depth)])
+    frame = pd.DataFrame(rows, columns=["task", "seed", "value", *range(results.depth)])
     generator = np.random.default_rng(0)
     drawn = [_effects(frame, generator.choice(results.tasks, len(results.tasks)), results.depth) for _ in range(1000)]
     low, high = np.quantile(drawn, (0.025, 0.975), axis=0)
@@ -53,25 +58,35 @@ def layer_effects(results: Results) -> str:
 
 def _effects(frame: pd.DataFrame, chosen: Sequence[str], depth: int) -> np.ndarray:
     """The effect of each layer, less their mean, on tasks that may be named several times."""
-    parts = [frame[frame["task"] == task].drop(columns="task") for task in chosen]
+    groups = [group for task in chosen for _, group in frame[frame["task"] == task].groupby("seed")]
+    parts = [group.drop(columns=["task", "seed"]) for group in groups]
     centred = pd.concat([part - part.mean() for part in parts])
     effect = np.linalg.pinv(centred[list(range(depth))].to_numpy()) @ centred["value"].to_numpy()
     return effect - effect.mean()
 
 
 def published(results: Results) -> str:
-    """The published code against the paper's formula."""
-    rows = []
+    """The published code against the paper's formula, means over seeds."""
+    k, rows = results.k, []
     for task in results.tasks:
-        ranked = results.rankings.get((task, 0), {})
-        if "published_code" in ranked and "fisher" in ranked:
-            ours, theirs = (ranked[score] for score in ("fisher", "published_code"))
-            overlap = len(set(ours["order"][: results.k]) & set(theirs["order"][: results.k]))
-            cells = [number(kendalltau(ours["scores"], theirs["scores"]).statistic), f"{overlap} of {results.k}"]
-            values = [points(results.mean(f"{score}:{results.k}", task)) for score in ("fisher", "published_code")]
-            rows.append([task, *cells, *values])
-    header = ["task", "Kendall's tau", "overlap of the top", "metric, formula", "metric, published code"]
-    return table(header, rows)
+        found = []
+        for seed in results.seeds:
+            ranked = results.rankings.get((task, seed), {})
+            if "published_code" in ranked and "fisher" in ranked:
+                found.append(agreement(ranked["fisher"]["scores"], ranked["published_code"]["scores"], k))
+        if not found:
+            continue
+        tau, overlap = np.mean(found, axis=0)
+        values = [points(results.mean(f"{score}:{k}", task)) for score in ("fisher", "published_code")]
+        ahead = number(results.task_difference(f"published_code:{k}", f"fisher:{k}", task), 1, sign=True)
+        rows.append(
+            [task, number(tau), number(overlap, 1), *values, ahead, results.seeds_of(f"published_code:{k}", [task])]
+        )
+    whole = results.difference(f"published_code:{k}", f"fisher:{k}", results.tasks)
+    average = [points(results.average(f"{score}:{k}", results.tasks), 2) for score in ("fisher", "published_code")]
+    rows.append(["all", "", "", *average, str(whole), results.seeds_of(f"published_code:{k}")])
+    header = ["task", "Kendall's tau", f"layers shared, of {k}", "metric, formula", "metric, published code"]
+    return table([*header, f"code - formula {INTERVALS}", "seeds"], rows)
 
 
 def samples(results: Results) -> str:

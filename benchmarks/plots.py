@@ -11,62 +11,27 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib
+import layer_plots
 import numpy as np
 import plans
-import records
 from comparison_tables import criteria_plans, lodha_plans, spafit_plans
-from findings import RESULTS, Results, interval, samples_frame
+from findings import RESULTS, Results
+from jobs import RANDOM_DRAWS
+from panels import BLUE, GREEN, GREY, ORANGE, RED, TITLES, labelled, plt, small_multiples
 from tables import PAGE
 
 
-matplotlib.use("Agg")
-from matplotlib import pyplot as plt  # noqa: E402
-
-
 FIGURES = PAGE.parent / "figures"
-BLUE, ORANGE, GREEN, GREY, RED = "#0072b2", "#e69f00", "#009e73", "#888888", "#d55e00"
-TITLES = {
-    "cola": "CoLA",
-    "sst2": "SST-2",
-    "mrpc": "MRPC",
-    "stsb": "STS-B",
-    "rte": "RTE",
-    "wnli": "WNLI",
-    "cb": "CB",
-    "copa": "COPA",
-    "multirc": "MultiRC",
-    "wic": "WiC",
-    "wsc": "WSC",
-}
 
 
-def small_multiples(results: Results, each: Callable[[Any, str], None], x: str, y: str) -> Any:
-    """A figure with a panel for each task."""
-    columns = min(4, len(results.tasks) + 1)  # with room for the legend
-    rows = -(-len(results.tasks) // columns)
-    size = (3 * columns, 2.6 * rows)
-    figure, axes = plt.subplots(rows, columns, figsize=size, squeeze=False, layout="constrained")
-    for axis, task in zip(axes.flat, results.tasks, strict=False):
-        axis.set_title(TITLES[task], fontsize=11)
-        axis.grid(alpha=0.3)
-        each(axis, task)
-    for axis in axes.flat[len(results.tasks) :]:
-        axis.set_axis_off()
-    handles, labels = axes.flat[0].get_legend_handles_labels()
-    if labels and len(results.tasks) < rows * columns:
-        axes.flat[-1].legend(handles, labels, loc="center", fontsize=10)
-    elif labels:
-        figure.legend(handles, labels, loc="outside lower center", ncols=4)
-    figure.supxlabel(x)
-    figure.supylabel(y)
-    return figure
-
-
-def spread(results: Results, plan: str, task: str) -> tuple[float, float]:
-    """The metric in points and half its interval over seeds, 0 for one seed."""
-    mean, half = interval([100 * value for value in results.values(plan, task).values()])
-    return mean, 0.0 if np.isnan(half) else half
+def bars(axis: Any, results: Results, named: dict[int, str], task: str, **style: Any) -> None:
+    """The metric in points by the number of layers, means over seeds, with bars from the worst to the best seed."""
+    values = {x: [100 * v for v in results.values(plan, task).values()] for x, plan in named.items()}
+    values = {x: some for x, some in values.items() if some}
+    means = [float(np.mean(some)) for some in values.values()]
+    below = [mean - min(some) for mean, some in zip(means, values.values(), strict=True)]
+    above = [max(some) - mean for mean, some in zip(means, values.values(), strict=True)]
+    axis.errorbar(list(values), means, (below, above), elinewidth=1, marker="o", **style)
 
 
 def lodha(results: Results) -> Any:
@@ -75,11 +40,10 @@ def lodha(results: Results) -> Any:
 
     def each(axis: Any, task: str) -> None:
         for name, color in (("fisher", BLUE), ("last", ORANGE)):
-            values = [spread(results, f"{name}:{n}", task) for n in range(1, k + 1)]
             label = "top k by Fisher" if name == "fisher" else "last k"
-            axis.errorbar(range(1, k + 1), *zip(*values, strict=True), color=color, marker="o", ms=4, label=label)
-        draws = [results.mean(f"random{d}:{k}", task) * 100 for d in range(5)]
-        axis.scatter([k] * 5, draws, color=GREY, marker="x", label=f"random {k}", zorder=3)
+            bars(axis, results, {n: f"{name}:{n}" for n in range(1, k + 1)}, task, color=color, ms=4, label=label)
+        draws = [100 * v for d in range(RANDOM_DRAWS) for v in results.values(f"random{d}:{k}", task).values()]
+        axis.scatter([k + 0.2] * len(draws), draws, color=GREY, marker="_", label=f"random {k}, each draw", zorder=3)
         axis.scatter([1], [100 * results.mean("fisher:-1", task)], color=RED, marker="v", label="bottom 1 by Fisher")
         for plan, style in (("full", "-"), ("head", ":")):
             axis.axhline(100 * results.mean(plan, task), color="black", ls=style, lw=1, label=plan)
@@ -91,7 +55,7 @@ def lodha(results: Results) -> Any:
 def lodha_relative(results: Results) -> Any:
     """Figure 1 of Lodha et al.: points relative to full tuning."""
     named = {p: n for p, n in lodha_plans(results).items() if p != "full"}
-    values = np.array([[100 * (results.mean(p, t) - results.mean("full", t)) for t in results.tasks] for p in named])
+    values = np.array([[results.task_difference(p, "full", t) for t in results.tasks] for p in named])
     figure, axis = plt.subplots(figsize=(10, 7), layout="constrained")
     image = axis.imshow(values, cmap="RdBu", vmin=-15, vmax=15, aspect="auto")
     axis.set_xticks(range(len(results.tasks)), [TITLES[t] for t in results.tasks])
@@ -112,13 +76,17 @@ def criteria(results: Results) -> Any:
     for plan, name in named.items():
         if plan == "full":
             continue
-        found = [results.difference(plan, "full", [t for t in g if t in results.tasks])[0] for g in groups.values()]
-        mean, half, _, _ = results.difference(plan, "full", results.tasks)
-        rows.append((mean, half, name, found))
+        found = [results.difference(plan, "full", [t for t in g if t in results.tasks]).mean for g in groups.values()]
+        whole = results.difference(plan, "full", results.tasks)
+        rows.append((whole.mean, (whole.over_tasks, whole.over_seeds), name, found))
     rows = sorted((row for row in rows if not np.isnan(row[0])), key=lambda row: row[0])
     figure, axis = plt.subplots(figsize=(9, 0.34 * len(rows) + 1.4), layout="constrained")
-    for y, (mean, half, _, found) in enumerate(rows):
-        axis.errorbar([mean], [y], xerr=[0 if np.isnan(half) else half], color=BLUE, marker="o", capsize=3)
+    for y, (mean, halves, _, found) in enumerate(rows):
+        for half, width, label in zip(halves, (1, 4), ("95 % over tasks", "95 % over seeds"), strict=True):
+            if not np.isnan(half):
+                reach = (mean - half, mean + half)
+                axis.plot(reach, (y, y), color=BLUE, lw=width, alpha=0.6, label=label if y == 0 else None)
+        axis.plot([mean], [y], color=BLUE, marker="o")
         for value, color, label in zip(found, (ORANGE, GREEN), groups, strict=True):
             axis.scatter([value], [y], color=color, marker="|", s=90, label=label if y == 0 else None, zorder=3)
     axis.axvline(0, color="black", lw=1)
@@ -135,9 +103,8 @@ def elsa(results: Results) -> Any:
     """Lee et al.: quality against the number of last layers."""
 
     def each(axis: Any, task: str) -> None:
-        found = [(n, *spread(results, f"last:{n}" if n else "head", task)) for n in range(results.depth + 1)]
-        counts, means, halves = zip(*(f for f in found if not np.isnan(f[1])), strict=True)
-        axis.errorbar(counts, means, halves, color=ORANGE, marker="o", ms=3, label="last k")
+        named = {n: f"last:{n}" if n else "head" for n in range(results.depth + 1)}
+        bars(axis, results, named, task, color=ORANGE, ms=3, label="last k")
         axis.set_xticks(range(0, results.depth + 1, 3))
         full = 100 * results.mean("full", task)
         axis.axhline(full, color="black", lw=1, label="full")
@@ -156,7 +123,7 @@ def spafit(results: Results) -> Any:
         if runs and not np.isnan(value):
             beside = (runs[0]["trained_parameters"] - runs[0]["head_parameters"]) / 1e6
             points.append((beside, value, plan.removeprefix("strata-").replace("/", " by ")))
-    _labelled(axis, points)
+    labelled(axis, points)
     axis.set_xscale("log")
     axis.set_xlabel("parameters trained beside the head, millions")
     axis.set_ylabel("mean metric over tasks, points")
@@ -184,66 +151,12 @@ def cost(results: Results) -> Any:
     figure, axes = plt.subplots(1, 3, figsize=(14, 4.6), sharey=True, layout="constrained")
     names = ("parameters trained, millions", "file of a task, MB", "training step as a CUDA graph, ms")
     for axis, points, name in zip(axes, panels, names, strict=True):
-        _labelled(axis, points)
+        labelled(axis, points)
         axis.set_xlabel(name)
     axes[0].set_xscale("log")
     axes[1].set_xscale("log")
     axes[0].set_ylabel("mean metric over tasks, points")
     return figure
-
-
-def _labelled(axis: Any, points: Sequence[tuple[float, float, str]]) -> None:
-    """Points with their names to the right, or to the left where another point lies."""
-    close = 0.04 * (max(y for _, y, _ in points) - min(y for _, y, _ in points))
-    for x, y, label in points:
-        blocked = any(x < x2 < 2.5 * x and abs(y2 - y) < close for x2, y2, _ in points)
-        axis.scatter([x], [y], color=BLUE, s=20, zorder=3)
-        axis.annotate(
-            label,
-            (x, y),
-            xytext=(-6 if blocked else 6, -3),
-            ha="right" if blocked else "left",
-            textcoords="offset points",
-            fontsize=8,
-        )
-    axis.margins(x=0.25)
-    axis.grid(alpha=0.3)
-
-
-def samples(results: Results) -> Any:
-    """How many samples are enough."""
-    frame = samples_frame(results)
-    figure, axes = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
-    for axis, column, label in zip(
-        axes, ("tau", "overlap"), ("Kendall's tau", f"layers shared by the top {results.k}"), strict=True
-    ):
-        for kind, color in (("given", BLUE), ("sampled", ORANGE), ("exact", GREEN)):
-            found = frame[frame["kind"] == kind].groupby("n")[column]
-            axis.plot(found.mean().index, found.mean(), color=color, marker="o", label=f"{kind} labels")
-            axis.fill_between(found.mean().index, found.quantile(0.1), found.quantile(0.9), color=color, alpha=0.12)
-        axis.set_xscale("log")
-        axis.set_xlabel("samples")
-        axis.set_ylabel(f"{label}, against the most samples", fontsize=9)
-        axis.set_ylim(-0.05, 1.05 * (1 if column == "tau" else results.k))
-        axis.grid(alpha=0.3)
-    axes[0].legend()
-    return figure
-
-
-def tracked(results: Results) -> Any:
-    """Figures 2 and 3 of Lodha et al.: the rank of each layer while the whole model is tuned."""
-    colors = plt.get_cmap("viridis")(np.linspace(0, 1, results.depth))
-
-    def each(axis: Any, task: str) -> None:
-        for record in [r for r in records.read(results.folder / "track.jsonl") if r["task"] == task][:1]:
-            measured = record["points"]
-            ranks = np.array([1 + np.argsort(np.argsort(-np.array(p["scores"]))) for p in measured])
-            for layer in range(results.depth):
-                axis.plot([p["epoch"] for p in measured], ranks[:, layer], color=colors[layer], label=f"layer {layer}")
-        axis.set_yticks(range(1, results.depth + 1, 2))
-        axis.invert_yaxis()
-
-    return small_multiples(results, each, "epoch", "rank of the layer")
 
 
 PLOTS: dict[str, Callable[[Results], Any]] = {
@@ -253,10 +166,11 @@ PLOTS: dict[str, Callable[[Results], Any]] = {
     "elsa": elsa,
     "spafit": spafit,
     "cost": cost,
-    "samples": samples,
-    "tracked": tracked,
+    "samples": layer_plots.samples,
+    "tracked": layer_plots.tracked,
+    "tracked-deviation": layer_plots.tracked_deviation,
 }
-NEEDS = {"samples": "samples.jsonl", "tracked": "track.jsonl"}
+NEEDS = {"samples": "samples.jsonl", "tracked": "track.jsonl", "tracked-deviation": "track.jsonl"}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 
 
 MISSING = "-"
+INTERVALS = "± over tasks (± over seeds)"
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -17,6 +17,7 @@ import comparison_tables as comparisons
 import layer_tables as layers
 import methods
 import plans
+import size_tables as sizes
 import tasks
 from findings import RESULTS, Results
 from table_format import number, points, table
@@ -53,28 +54,29 @@ def coverage(results: Results) -> str:
     return table(["question", *(f"seed {seed}" for seed in range(max(3, len(results.seeds))))], rows)
 
 
-def sizes(results: Results) -> str:
-    """The tasks as they were run."""
-    rows = []
+def tasks_as_run(results: Results) -> str:
+    """The tasks as they were run, and how far results scatter."""
+    rows, k = [], results.k
+    compared = [plan for plan in comparisons.criteria_plans(results) if plan.endswith(f":{k}")]
     for task in results.tasks:
         size, made = results.sizes[task], tasks.TASKS[task]
         counts = [str(size[name]) for name in ("train", "held_out", "validation")]
         most = f"{100 * size['most_frequent']:.1f}" if size["most_frequent"] else ""
-        rows.append(
-            [task, *counts, str(size["epochs"]), str(size["batch"]), made.metric, most, number(results.noise(task), 1)]
-        )
+        noise = [number(results.noise(task), 1), number(results.seed_noise(compared, task), 1)]
+        rows.append([task, *counts, str(size["epochs"]), str(size["batch"]), made.metric, most, *noise])
     header = ["task", "training rows", "held out", "validation", "epochs", "batch", "metric", "most frequent label"]
-    return table([*header, "noise of validation, ±"], rows)
+    return table([*header, "noise of validation, ±", "noise of seeds, ±"], rows)
 
 
 TABLES: dict[str, Callable[[Results], str]] = {
-    "tasks": sizes,
+    "tasks": tasks_as_run,
     "coverage": coverage,
     "rates": learning_rates,
     "lodha": comparisons.lodha,
     "lodha-relative": comparisons.lodha_relative,
     "fisher-against": comparisons.fisher_against,
     "spafit": comparisons.spafit,
+    "spafit-rates": comparisons.spafit_rates,
     "criteria": comparisons.criteria_table,
     "criteria-rule": comparisons.criteria_rule,
     "criteria-by-task": comparisons.criteria_by_task,
@@ -86,7 +88,9 @@ TABLES: dict[str, Callable[[Results], str]] = {
     "samples": layers.samples,
     "heads": layers.heads,
     "tracked": layers.tracked,
-    "costs": comparisons.costs,
+    "costs": sizes.costs,
+    "file-sizes": sizes.file_sizes,
+    "equal-bytes": sizes.equal_bytes,
 }
 
 

@@ -15,6 +15,7 @@ import pandas as pd
 import pytest
 import torch
 import transformers
+from scipy import stats
 from tiny_models import build
 from tokenizers import Tokenizer, pre_tokenizers, processors
 from tokenizers.models import WordLevel
@@ -30,7 +31,7 @@ NAMES = "criteria jobs methods models plans plots probes records run scheduler t
 criteria, jobs, methods, models, plans, plots, probes, records, run, scheduler, tables, tangent_kernels = (
     __import__(name) for name in NAMES.split()
 )
-tasks, training, warm_start = (__import__(name) for name in ("tasks", "training", "warm_start"))
+findings, tasks, training, warm_start = map(__import__, ("findings", "tasks", "training", "warm_start"))
 
 WORDS = [f"w{i}" for i in range(90)]
 
@@ -406,6 +407,24 @@ def test_a_criterion_leaves_the_model_alone_and_orders_all_layers(place, score, 
     found = rank_layers(model, rows.train.features(), score=score, num_samples=24, progress=False)
     assert sorted(found.order) == list(range(6))
     assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
+
+
+# ---- findings
+
+
+def test_intervals_are_students_over_tasks_and_welchs_over_seeds():
+    values = [[1.0, 2.5, 0.5], [-3.0, -1.0], [4.0, 9.0, 5.0, 6.5]]
+    found = findings.Difference(values)
+    means = [np.mean(seeds) for seeds in values]
+    over_tasks = stats.ttest_1samp(means, 0).confidence_interval()
+    assert (found.mean - found.over_tasks, found.mean + found.over_tasks) == pytest.approx(tuple(over_tasks))
+    assert (found.better, found.worse) == (2, 1)
+    a, b = values[0], values[2]
+    over_seeds = stats.ttest_ind(a, [-x for x in b], equal_var=False).confidence_interval()  # of the sum of two means
+    two = findings.Difference([a, b])
+    assert (two.mean - two.over_seeds, two.mean + two.over_seeds) == pytest.approx([x / 2 for x in over_seeds])
+    assert np.isnan(findings.Difference([[1.0], [2.0, 3.0]]).over_seeds)
+    assert np.isnan(findings.Difference([[], [2.0, 3.0]]).mean)
 
 
 # ---- the whole

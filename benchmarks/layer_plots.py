@@ -1,0 +1,69 @@
+"""The figures about layers: how stable a ranking is; questions 2 and 4."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import records
+from findings import Results, samples_frame
+from panels import BLUE, GREEN, ORANGE, plt, small_multiples
+
+
+def samples(results: Results) -> Any:
+    """How many samples are enough."""
+    frame = samples_frame(results)
+    figure, axes = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
+    for axis, column, label in zip(
+        axes, ("tau", "overlap"), ("Kendall's tau", f"layers shared by the top {results.k}"), strict=True
+    ):
+        for kind, color in (("given", BLUE), ("sampled", ORANGE), ("exact", GREEN)):
+            found = frame[frame["kind"] == kind].groupby("n")[column]
+            axis.plot(found.mean().index, found.mean(), color=color, marker="o", label=f"{kind} labels")
+            axis.fill_between(found.mean().index, found.quantile(0.1), found.quantile(0.9), color=color, alpha=0.12)
+        axis.set_xscale("log")
+        axis.set_xlabel("samples")
+        axis.set_ylabel(f"{label}, against the most samples", fontsize=9)
+        axis.set_ylim(-0.05, 1.05 * (1 if column == "tau" else results.k))
+        axis.grid(alpha=0.3)
+    axes[0].legend()
+    return figure
+
+
+def tracked(results: Results) -> Any:
+    """Figures 2 and 3 of Lodha et al.: the rank of each layer while the whole model is tuned."""
+    colors = plt.get_cmap("viridis")(np.linspace(0, 1, results.depth))
+
+    def each(axis: Any, task: str) -> None:
+        epochs, ranks = ranks_while_tuning(results, task)
+        for layer in range(results.depth if epochs else 0):
+            axis.plot(epochs, ranks[:, layer], color=colors[layer], marker=".", label=f"layer {layer}")
+        axis.set_xticks(epochs)
+        axis.set_yticks(range(1, results.depth + 1, 2))
+        axis.invert_yaxis()
+
+    return small_multiples(results, each, "epoch", "rank of the layer")
+
+
+def tracked_deviation(results: Results) -> Any:
+    """Figures 4 and 5 of Lodha et al.: how far the rank of each layer moves while the whole model is tuned."""
+
+    def each(axis: Any, task: str) -> None:
+        epochs, ranks = ranks_while_tuning(results, task)
+        if epochs:
+            axis.bar(range(results.depth), ranks.std(0), color=BLUE, label="observed")
+            chance = (results.depth**2 - 1) ** 0.5 / 12**0.5
+            axis.axhline(chance, color="black", lw=1, ls=":", label="orders at random")
+        axis.set_xticks(range(0, results.depth, 2))
+
+    return small_multiples(results, each, "layer", "standard deviation of its rank over the epochs")
+
+
+def ranks_while_tuning(results: Results, task: str) -> tuple[list[int], np.ndarray]:
+    """The epochs at which the layers of a task were ranked, and their ranks from 1, (epochs, layers)."""
+    for record in records.read(results.folder / "track.jsonl"):
+        if record["task"] == task:
+            measured = record["points"]
+            ranks = [1 + np.argsort(np.argsort(-np.array(point["scores"]))) for point in measured]
+            return [point["epoch"] for point in measured], np.array(ranks)
+    return [], np.empty((0, results.depth))

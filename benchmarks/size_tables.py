@@ -1,0 +1,99 @@
+"""The tables about what methods cost in time, memory and bytes: question 7."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from statistics import fmean
+
+import methods
+from findings import Results
+from table_format import MISSING, number, points, table
+
+
+ENCODED = ("bf16", "int8", "int4", "sign")
+
+
+def costs(results: Results) -> str:
+    """What each method costs."""
+    file = results.folder / "cost.json"
+    if not file.exists():
+        return ""
+    measured = json.loads(file.read_text())["methods"]
+    full, rows = measured["full"], []
+    for tuning, m in measured.items():
+        memory = f"{m['peak_bytes'] / 2**30:.2f}" if m["peak_bytes"] else MISSING
+        rows.append(
+            [
+                tuning,
+                f"{m['trained_parameters'] / 1e6:.2f}",
+                f"{m['delta_bytes'] / 1e6:.1f}",
+                f"{1000 * m['step_seconds']:.1f}",
+                f"{1000 * m['graph_seconds']:.1f}" if m["graph_seconds"] else MISSING,
+                f"{m['graph_seconds'] / full['graph_seconds']:.2f}" if m["graph_seconds"] else MISSING,
+                memory,
+                points(results.average(tuning, results.tasks), 2),
+            ]
+        )
+    header = ["method", "trained, M", "delta, MB", "step, ms", "its graph, ms", "of full", "peak memory, GiB"]
+    header.append("average metric")
+    return table(header, rows)
+
+
+def file_sizes(results: Results) -> str:
+    """The file of a task in MB: as saved, and by the bytes that each encoding takes for a value of another model."""
+    by_form = _sizes_by_form(results)
+    per_value = {e: by_form[f"surgical, {e}"] / by_form["surgical, values"] for e in ENCODED} if by_form else {}
+    k, rows = results.k, []
+    counts = dict.fromkeys((methods.part(2, results.depth), methods.part(3, results.depth), k))
+    for plan in (
+        "full",
+        f"alternate:{k}",
+        f"middle:{k}",
+        *(f"last:{n}" for n in counts),
+        "lora-II",
+        "lora-I",
+        "bitfit",
+    ):
+        run = results.run(plan, results.tasks[0], results.seeds[0])
+        if run is None:
+            continue
+        size = run["delta_bytes"] / 1e6
+        encodes = plan not in ("lora-I", "lora-II")
+        cells = [number(size * per_value[e], 1) if encodes and per_value else MISSING for e in ENCODED]
+        average = points(results.average(plan, results.tasks), 2)
+        rows.append([plan, average, results.seeds_of(plan), number(size, 1), *cells])
+    return table(["method", "average metric", "seeds", "float32", *(f"{e}, computed" for e in ENCODED)], rows)
+
+
+def equal_bytes(results: Results) -> str:
+    """LoRA beside the surgical delta that is at most as large by its encoding, as `delta_size.py` measured them."""
+    found = _delta_sizes(results)
+    if not found:
+        return ""
+    size, metric = _sizes_by_form(results), defaultdict(list)
+    for row in found["rows"]:
+        metric[row["form"]].append(row["points"])
+    rows = []
+    for lora in [form for form in size if form.startswith("LoRA")]:
+        fitting = [f for f in size if f.startswith("surgical") and size[f] <= size[lora]]
+        if fitting:
+            best = max(fitting, key=lambda form: (size[form], fmean(metric[form])))
+            pair = [cell for f in (lora, best) for cell in (f, number(size[f] / 1e6), number(fmean(metric[f]), 1))]
+            rows.append([*pair, number(fmean(metric[best]) - fmean(metric[lora]), 1, sign=True)])
+    runs = len({(row["task"], row["seed"]) for row in found["rows"]})
+    return table(["LoRA", "MB", "metric", "surgical", "MB", "metric", f"difference, {runs} runs"], rows)
+
+
+def _delta_sizes(results: Results) -> dict:
+    """What `delta_size.py` measured on a GPU."""
+    file = results.folder.parents[1] / "delta_size-NVIDIA-H100-80GB-HBM3.json"
+    return json.loads(file.read_text()) if file.exists() else {}
+
+
+def _sizes_by_form(results: Results) -> dict[str, float]:
+    """The mean bytes of each form of a delta."""
+    sizes = defaultdict(list)
+    for row in _delta_sizes(results).get("rows", ()):
+        sizes[row["form"]].append(row["bytes"])
+    return {form: fmean(found) for form, found in sizes.items()}
