@@ -51,19 +51,21 @@ def small_multiples(results: Results, each: Callable[[Any, str], None], x: str, 
     return figure
 
 
-def labelled(axis: Any, points: Sequence[tuple[float, float, str]]) -> None:
-    """Points with their names to the right, or to the left where another point lies."""
-    close = 0.04 * (max(y for _, y, _ in points) - min(y for _, y, _ in points))
-    for x, y, label in points:
-        blocked = any(x < x2 < 2.5 * x and abs(y2 - y) < close for x2, y2, _ in points)
+def labelled(axis: Any, points: Sequence[tuple[float, float, str]], ratio: float) -> None:
+    """Points with their names to the right, moved apart where they would overlap.
+
+    Args:
+        axis: Where they go.
+        points: x, y and the name of each.
+        ratio: Points whose x differ by no more than this factor have names side by side.
+    """
+    gap = 0.035 * (max(y for _, y, _ in points) - min(y for _, y, _ in points))
+    placed: list[tuple[float, float]] = []
+    for x, y, label in sorted(points, key=lambda point: -point[1]):
+        near = [b for a, b in placed if 1 / ratio < a / x < ratio]
+        height = min([y, *(b - gap for b in near if b < y + gap)])
+        placed.append((x, height))
         axis.scatter([x], [y], color=BLUE, s=20, zorder=3)
-        axis.annotate(
-            label,
-            (x, y),
-            xytext=(-6 if blocked else 6, -3),
-            ha="right" if blocked else "left",
-            textcoords="offset points",
-            fontsize=8,
-        )
+        axis.annotate(label, (x, height), xytext=(6, -3), textcoords="offset points", fontsize=8)
     axis.margins(x=0.25)
     axis.grid(alpha=0.3)

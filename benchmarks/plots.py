@@ -18,6 +18,7 @@ from comparison_tables import criteria_plans, lodha_plans, spafit_plans
 from findings import RESULTS, Results
 from jobs import RANDOM_DRAWS
 from panels import BLUE, GREEN, GREY, ORANGE, RED, TITLES, labelled, plt, small_multiples
+from size_tables import encoded_megabytes
 from tables import PAGE
 
 
@@ -95,7 +96,7 @@ def criteria(results: Results) -> Any:
         f"mean over tasks of the metric, points relative to full tuning ({results.k} of {results.depth} layers)"
     )
     axis.grid(alpha=0.3, axis="x")
-    axis.legend(loc="lower right")
+    axis.legend(loc="upper left")
     return figure
 
 
@@ -123,7 +124,7 @@ def spafit(results: Results) -> Any:
         if runs and not np.isnan(value):
             beside = (runs[0]["trained_parameters"] - runs[0]["head_parameters"]) / 1e6
             points.append((beside, value, plan.removeprefix("strata-").replace("/", " by ")))
-    labelled(axis, points)
+    labelled(axis, points, 2.5)
     axis.set_xscale("log")
     axis.set_xlabel("parameters trained beside the head, millions")
     axis.set_ylabel("mean metric over tasks, points")
@@ -136,6 +137,7 @@ def cost(results: Results) -> Any:
     measured = json.loads(file.read_text())["methods"] if file.exists() else {}
     k = results.k
     panels: list[list[tuple[float, float, str]]] = [[], [], []]
+    encoded: list[tuple[float, float, str]] = []
     for plan in (
         *("full", "head", "lora-II", "lora-I", "bitfit", "spafit-2-4-I", f"last:{k}", "last:3"),
         *(f"middle:{k}", f"alternate:{k}", f"fisher:{k}"),
@@ -148,11 +150,16 @@ def cost(results: Results) -> Any:
             panels[2].append((1000 * (timed["graph_seconds"] or timed["step_seconds"]), value, plan))
         panels[0].append((run["trained_parameters"] / 1e6, value, plan))
         panels[1].append((run["delta_bytes"] / 1e6, value, plan))
+        if plan == f"alternate:{k}":
+            encoded = [(x, value, encoding) for encoding, x in encoded_megabytes(results, run).items()]
     figure, axes = plt.subplots(1, 3, figsize=(14, 4.6), sharey=True, layout="constrained")
     names = ("parameters trained, millions", "file of a task, MB", "training step as a CUDA graph, ms")
-    for axis, points, name in zip(axes, panels, names, strict=True):
-        labelled(axis, points)
+    for axis, points, name, ratio in zip(axes, panels, names, (3, 3, 1.25), strict=True):
+        labelled(axis, points, ratio)
         axis.set_xlabel(name)
+    for x, y, encoding in encoded:
+        axes[1].plot([x], [y], marker="o", ms=5, mfc="white", color=ORANGE)
+        axes[1].annotate(encoding, (x, y), xytext=(0, 8), textcoords="offset points", ha="center", fontsize=7)
     axes[0].set_xscale("log")
     axes[1].set_xscale("log")
     axes[0].set_ylabel("mean metric over tasks, points")

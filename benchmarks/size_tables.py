@@ -42,8 +42,6 @@ def costs(results: Results) -> str:
 
 def file_sizes(results: Results) -> str:
     """The file of a task in MB: as saved, and by the bytes that each encoding takes for a value of another model."""
-    by_form = _sizes_by_form(results)
-    per_value = {e: by_form[f"surgical, {e}"] / by_form["surgical, values"] for e in ENCODED} if by_form else {}
     k, rows = results.k, []
     counts = dict.fromkeys((methods.part(2, results.depth), methods.part(3, results.depth), k))
     for plan in (
@@ -58,12 +56,18 @@ def file_sizes(results: Results) -> str:
         run = results.run(plan, results.tasks[0], results.seeds[0])
         if run is None:
             continue
-        size = run["delta_bytes"] / 1e6
-        encodes = plan not in ("lora-I", "lora-II")
-        cells = [number(size * per_value[e], 1) if encodes and per_value else MISSING for e in ENCODED]
+        encoded = {} if plan.startswith("lora") else encoded_megabytes(results, run)
+        cells = [number(encoded[e], 1) if e in encoded else MISSING for e in ENCODED]
         average = points(results.average(plan, results.tasks), 2)
-        rows.append([plan, average, results.seeds_of(plan), number(size, 1), *cells])
+        rows.append([plan, average, results.seeds_of(plan), number(run["delta_bytes"] / 1e6, 1), *cells])
     return table(["method", "average metric", "seeds", "float32", *(f"{e}, computed" for e in ENCODED)], rows)
+
+
+def encoded_megabytes(results: Results, run: dict) -> dict[str, float]:
+    """How large a surgical delta is with each encoding, by the bytes that each takes for a value of another model."""
+    by_form = _sizes_by_form(results)
+    whole = run["delta_bytes"] / 1e6
+    return {e: whole * by_form[f"surgical, {e}"] / by_form["surgical, values"] for e in ENCODED if by_form}
 
 
 def equal_bytes(results: Results) -> str:
