@@ -155,7 +155,8 @@ def criteria_plans(results: Results) -> dict[str, str]:
     scores = ("fisher", "last", "grad_norm", "rgn", "snr", "published_code", "middle", "alternate")
     named = {"full": "full", "random": "random"}
     named |= {f"{score}:{k}": score for score in (*scores, *criteria.COSTLY)}
-    return {**named, f"fisher:{-k}": "lowest Fisher", "lora-II": "LoRA-II", "head": "head alone"}
+    named |= {f"fisher:{-k}": "lowest Fisher", "trial": "best of three, held out"}
+    return {**named, "lora-II": "LoRA-II", "head": "head alone"}
 
 
 def criteria_by_task(results: Results) -> str:

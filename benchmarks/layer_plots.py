@@ -56,7 +56,7 @@ def tracked_deviation(results: Results) -> Any:
             axis.axhline(chance, color="black", lw=1, ls=":", label="orders at random")
         axis.set_xticks(range(0, results.depth, 2))
 
-    return small_multiples(results, each, "layer", "standard deviation of its rank over the epochs")
+    return small_multiples(results, each, "layer", "deviation of its rank")
 
 
 def ranks_while_tuning(results: Results, task: str) -> tuple[list[int], np.ndarray]:

@@ -427,6 +427,21 @@ def test_intervals_are_students_over_tasks_and_welchs_over_seeds():
     assert np.isnan(findings.Difference([[], [2.0, 3.0]]).mean)
 
 
+def test_a_trial_keeps_what_is_best_on_held_out_rows(tmp_path):
+    orders = {"alternate": [1, 3, 0, 2], "middle": [2, 1, 0, 3], "last": [3, 2, 1, 0]}
+    for score, order in orders.items():
+        ranking = {"task": "rte", "seed": 0, "score": score, "order": order, "scores": [0.0] * 4}
+        records.append(tmp_path / "rankings.jsonl", ranking)
+    records.write(tmp_path / "rates.json", {"chosen": {"layers": 1e-4}, "held_out": {}})
+    for layer, held_out, loss, validation in ((1, 0.8, 0.6, 0.5), (2, 0.8, 0.5, 0.4), (3, 0.7, 0.1, 0.9)):
+        run_of_layer = {"task": "rte", "tuning": f"layers-{layer}", "seed": 0, "rate": 1e-4, "metric": "accuracy"}
+        measured = {"held_out": {"accuracy": held_out, "loss": loss}, "validation": {"accuracy": validation}}
+        records.append(tmp_path / "runs/rte.jsonl", run_of_layer | measured)
+    results = findings.Results(tmp_path)
+    assert results.k == 1
+    assert results.mean("trial", "rte") == 0.4
+
+
 # ---- the whole
 
 
