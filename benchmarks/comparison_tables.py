@@ -155,7 +155,7 @@ def criteria_plans(results: Results) -> dict[str, str]:
     scores = ("fisher", "last", "grad_norm", "rgn", "snr", "published_code", "middle", "alternate")
     named = {"full": "full", "random": "random"}
     named |= {f"{score}:{k}": score for score in (*scores, *criteria.COSTLY)}
-    named |= {f"fisher:{-k}": "lowest Fisher", "trial": "best of three, held out"}
+    named |= {f"fisher:{-k}": "lowest Fisher", "trial": "best of three", "trial_random": "best of 3 random"}
     return {**named, "lora-II": "LoRA-II", "head": "head alone"}
 
 

@@ -22,8 +22,8 @@ from table_format import number
 RESULTS = Path(__file__).parent / "results" / "evidence"
 
 
-TRIED = ("alternate", "middle", "last")
-"""The fixed choices of k layers that `trial` tunes in turn."""
+TRIED = {"trial": ("alternate", "middle", "last"), "trial_random": ("random0", "random1", "random2")}
+"""Plans that tune three choices of k layers in turn and keep the best by the held-out rows."""
 
 
 class Results:
@@ -68,9 +68,9 @@ class Results:
             return None
 
     def run(self, plan: str, task: str, seed: int) -> dict | None:
-        """The run of a plan; that of `trial` is the one of its choices that is best on the held-out rows."""
-        if plan == "trial":
-            tried = [self.run(f"{score}:{self.k}", task, seed) for score in TRIED]
+        """The run of a plan; of several that it tries, the one that is best on the held-out rows."""
+        if plan in TRIED:
+            tried = [self.run(f"{score}:{self.k}", task, seed) for score in TRIED[plan]]
             return max(tried, key=_held_out) if all(tried) else None
         return self.runs.get((task, self.tuning(plan, task, seed), seed))
 
