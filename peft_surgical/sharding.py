@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -79,6 +80,15 @@ def check_same_weights(model: nn.Module) -> None:
                 f"The processes have different weights: {name!r} is not the same in all of them. Load the weights in "
                 "every process (fsdp_cpu_ram_efficient_loading: false), and set the same seed before a head is made."
             )
+
+
+def whole_weights(model: nn.Module) -> AbstractContextManager[None]:
+    """A context in which a model that FSDP1 shards has its whole weights; all processes enter it together."""
+    if engine_of(model) != "FSDP1":
+        return nullcontext()
+    from torch.distributed.fsdp import FullyShardedDataParallel  # not in every build of PyTorch
+
+    return FullyShardedDataParallel.summon_full_params(model, writeback=False)
 
 
 def shard_by_layer(accelerator: Any, model: nn.Module) -> None:

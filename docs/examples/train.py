@@ -28,7 +28,7 @@ parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.R
 parser.add_argument("--model", required=True)
 parser.add_argument("--data", required=True)
 parser.add_argument("--output", required=True)
-parser.add_argument("--method", choices=["surgical", "stratified", "lora"], default="surgical")
+parser.add_argument("--method", choices=["surgical", "stratified", "head", "lora"], default="surgical")
 parser.add_argument("--top-k", type=int, default=5)
 parser.add_argument("--epochs", type=float, default=3)
 parser.add_argument("--batch-size", type=int, default=16, help="on each process")
@@ -57,6 +57,8 @@ if args.method == "surgical":
     config = SurgicalConfig(task_type="SEQ_CLS", ranking=ranking, top_k=args.top_k)
 elif args.method == "stratified":
     config = StratifiedConfig(task_type="SEQ_CLS", n1=0.2, n2=0.4, r=8, lora_alpha=16)
+elif args.method == "head":
+    config = StratifiedConfig(task_type="SEQ_CLS", strata=[{"layers": "all", "tune": "frozen"}])
 else:
     config = LoraConfig(task_type="SEQ_CLS", r=8, lora_alpha=16)
 model = get_peft_model(model, config)

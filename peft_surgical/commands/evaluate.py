@@ -12,6 +12,7 @@ from datasets import Dataset
 from peft_surgical.commands import options
 from peft_surgical.commands.console import make_console, metrics_table
 from peft_surgical.training.evaluation import evaluate as evaluate_folder
+from peft_surgical.training.processes import this_process
 
 
 def evaluate(
@@ -34,6 +35,8 @@ def evaluate(
             raise ValueError(f"--predictions {predictions}: allowed are files ending in {', '.join(_WRITERS)}.")
         result = evaluate_folder(folder, model=model, data=data, subset=subset, split=split, batch_size=batch_size)
         console.print(metrics_table(result.metrics, f"{len(result.data):,} rows: {result.rows}"))
+        if not this_process().is_main_process:  # the first one writes
+            return
         if output is not None:
             output.write_text(json.dumps(result.metrics, indent=2) + "\n", encoding="utf-8")
             console.print(f"Saved {output}")

@@ -12,6 +12,7 @@ from peft_surgical.commands.console import make_console
 from peft_surgical.training.job import TrainingJob
 from peft_surgical.training.prepare import prepare
 from peft_surgical.training.prepare import rank as rank_job
+from peft_surgical.training.processes import this_process
 from peft_surgical.training.spafit import describe_strata_by_rank
 
 
@@ -68,6 +69,8 @@ def rank(
         ranking = rank_job(prepare(job), job, progress=not quiet)
         console.print(str(ranking), markup=False, soft_wrap=True)
         console.print(describe_strata_by_rank(ranking), markup=False, soft_wrap=True)
+        if not this_process().is_main_process:  # the first one writes
+            return
         if output is not None:
             ranking.save(str(output))
             console.print(f"Saved {output}")

@@ -8,7 +8,7 @@ translation of names.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
 from torch import nn
@@ -181,6 +181,11 @@ def encode_state(
     return encoded
 
 
+def is_encoded(names: Iterable[str]) -> bool:
+    """Whether any of a file's tensors is encoded, by their names."""
+    return any(SEPARATOR in name for name in names)
+
+
 def decode_state(
     model: nn.Module,
     adapter_name: str,
@@ -195,7 +200,7 @@ def decode_state(
         state: The tensors of its file.
         name_in_file: Gives a tensor's name in the file from its name in the model and the adapter.
     """
-    if not any(SEPARATOR in name for name in state):
+    if not is_encoded(state):
         return dict(state)
     bases: dict[str, torch.Tensor] = {}
     for name, base in _bases(model, adapter_name, {}):
@@ -211,7 +216,7 @@ def _bases(
     for path, module in model.named_modules():
         if not isinstance(module, TunedModule) or adapter_name not in module.tuned:
             continue
-        path = path.removeprefix("_fsdp_wrapped_module.")
+        path = path.replace("_fsdp_wrapped_module.", "")
         owner = path.rpartition(".")[0] if isinstance(module, TunedOwner) else f"{path}.base_layer"
         for name in module.tuned[adapter_name].names:
             base = module.original(name)

@@ -43,7 +43,8 @@ class Lossless(Encoding):
         data = parts["lossless"].cpu().numpy()
         dtype = getattr(torch, bytes(data[:16]).decode().strip())
         crc = int.from_bytes(bytes(data[16:20]), "little")
-        start = _ordered(_bits(base.to(dtype)))
+        # of a copy, for memory that numpy has seen can no longer be resized, which FSDP1 does
+        start = _ordered(_bits(base.to(dtype, copy=True)))
         try:
             planes = np.frombuffer(_zstd().ZstdDecompressor().decompress(data[20:].data), np.uint8)
         except _zstd().ZstdError as error:

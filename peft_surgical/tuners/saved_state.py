@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -10,8 +11,9 @@ from peft.tuners.tuners_utils import BaseTuner
 from torch import nn
 
 from peft_surgical.deltas.base_check import check_gathered, check_tensors, sharded
-from peft_surgical.deltas.encoded_tensors import decode_state, encode_state
+from peft_surgical.deltas.encoded_tensors import decode_state, encode_state, is_encoded
 from peft_surgical.processes import process_number
+from peft_surgical.sharding import whole_weights
 from peft_surgical.tuners.adapter_state import as_live, embedding_tensors, live_tensors, prefix_of_peft_model
 
 
@@ -58,7 +60,8 @@ class SavedState(BaseTuner):
     @classmethod
     def _remap_adapter_state_dict_for_load(cls, model, config, adapter_name, state_dict):
         state_dict = {config.present_name(name): tensor for name, tensor in state_dict.items()}
-        decoded = decode_state(model, adapter_name, state_dict, cls._remove_adapter_name_from_key)
+        with whole_weights(model) if is_encoded(state_dict) else nullcontext():
+            decoded = decode_state(model, adapter_name, state_dict, cls._remove_adapter_name_from_key)
         remapped = super()._remap_adapter_state_dict_for_load(model, config, adapter_name, decoded)
         live = live_tensors(model, adapter_name)
         # under FSDP1 the modules' paths are not the names of their tensors, and PEFT finds none

@@ -15,6 +15,7 @@ from torch import nn
 from transformers import BeitConfig, BeitForImageClassification, Trainer, TrainerCallback, TrainingArguments
 
 from peft_surgical import StratifiedConfig, SurgicalConfig
+from peft_surgical.optimization import parameter_groups
 from peft_surgical.sharding import shard_by_layer
 
 
@@ -24,12 +25,23 @@ INPUTS = {"bert": "bert", "beit": "vit"}  # family -> the one of `tiny_models` w
 
 @dataclass(frozen=True)
 class Case:
-    """A way of tuning."""
+    """A way of tuning.
+
+    Args:
+        name: Its name.
+        method: The method, or `HEAD` for the head alone.
+        checkpointing: Whether with gradient checkpointing.
+        family: The family of the model.
+        encoding: How the adapter is saved.
+        neighbour: Whether a second adapter, which is not active, is on some of the same modules.
+    """
 
     name: str
     method: str
     checkpointing: bool = False
     family: str = "bert"
+    encoding: str = "values"
+    neighbour: bool = False
 
 
 METHODS = [Case("surgical", "SURGICAL"), Case("stratified", "STRATIFIED"), Case("head", "HEAD")]
@@ -37,8 +49,13 @@ CHECKPOINTED = [
     Case("surgical-checkpointed", "SURGICAL", checkpointing=True),
     Case("stratified-checkpointed", "STRATIFIED", checkpointing=True),
 ]
-OWNERS = Case("owners", "SURGICAL", family="beit")  # whose layers own parameters themselves
-CASES = [*METHODS, *CHECKPOINTED, OWNERS]
+RESUMED = [*METHODS, Case("encoded", "SURGICAL", encoding="lossless")]
+CASES = [
+    *METHODS,
+    *CHECKPOINTED,
+    Case("owners", "SURGICAL", family="beit", encoding="lossless"),  # layers that own parameters themselves
+    Case("neighbours", "STRATIFIED", neighbour=True),
+]
 
 
 def make_base(family: str = "bert") -> nn.Module:
@@ -68,19 +85,23 @@ def make_model(case: Case) -> PeftModel:
     if case.method == "HEAD":
         config = StratifiedConfig(task_type="SEQ_CLS", strata=[{"layers": "all", "tune": "frozen"}])
     elif case.family == "beit":
-        config = SurgicalConfig(layers=[1, 2], modules_to_save=["classifier"])
+        config = SurgicalConfig(layers=[1, 2], modules_to_save=["classifier"], encoding=case.encoding)
     else:
-        config = make_config(case.method, case.family, [1, 2])
-    # LoRA's A would not move at first
-    model = shake(get_peft_model(make_base(case.family), config), "default")
+        config = make_config(case.method, case.family, [1, 2], encoding=case.encoding)
+    model = get_peft_model(make_base(case.family), config)
+    if case.neighbour:
+        model.add_adapter("other", make_config(case.method, case.family, [2, 3]))
+    for name in model.peft_config:
+        shake(model, name)  # LoRA's A would not move at first
     if case.checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model.train()
 
 
 def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    groups = parameter_groups(model, lr=0.1, layer_scores=[4.0, 3.0, 2.0, 1.0])
     # AdamW would blow up gradients that are zero but for rounding, as those of the keys' biases are
-    return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
+    return torch.optim.SGD(groups, momentum=0.9)
 
 
 def batches(family: str = "bert", rank: int = 0, processes: int = 1) -> Iterator[dict[str, torch.Tensor]]:

@@ -1,6 +1,7 @@
 """The command line in several processes, of which the second is killed as if by `kill -9`: `dying.py WHEN train ...`.
 
-WHEN is `training` (in the second epoch) or `saving` (at its end, when the others write the second checkpoint).
+WHEN is `training` (in the second epoch) or `saving` (at its end, in the middle of the second checkpoint: after the
+adapter, before the optimizer).
 """
 
 from __future__ import annotations
@@ -35,6 +36,6 @@ def dying_at(call: int, method: Callable[..., Any]) -> Callable[..., Any]:
 if __name__ == "__main__":
     when = sys.argv.pop(1)
     if os.environ["RANK"] == "1":
-        name, call = {"training": ("training_step", 10), "saving": ("_save_checkpoint", 2)}[when]
+        name, call = {"training": ("training_step", 10), "saving": ("_save_optimizer_and_scheduler", 2)}[when]
         setattr(Trainer, name, dying_at(call, getattr(Trainer, name)))
     app()

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 
 from distributed.cases import (
     CASES,
-    METHODS,
+    RESUMED,
     Case,
     StopAt,
     batches,
@@ -68,8 +68,8 @@ class Worker:
             self.save_adam_of_plain_model()
         for case in CASES:
             facts[case.name] = self.train(case)
-        for case in METHODS:
-            facts[case.name]["units of Trainer"] = self.resume(case)
+        for case in RESUMED:
+            facts.setdefault(case.name, {})["units of Trainer"] = self.resume(case)
         everyone = gather_object([facts])
         if self.rank == 0:
             (self.folder / "facts.json").write_text(json.dumps(everyone, indent=1))
