@@ -30,12 +30,6 @@ def middle(request: ScoreRequest) -> LayerScores:
     return LayerScores([-abs(i - last / 2 + 0.25) for i in range(last + 1)])
 
 
-@register_score("alternate", needs_data=False)
-def alternate(request: ScoreRequest) -> LayerScores:
-    """Every other layer, counted from the second."""
-    return LayerScores([float(i % 2) - i / len(request.layers) for i in range(len(request.layers))])
-
-
 @register_score("published_code")
 def published_code(request: ScoreRequest) -> LayerScores:
     """The squared gradient of a raw logit on one sample, padding attended to: what the code of Lodha et al. computes.

@@ -73,6 +73,7 @@ def test_signal_to_noise_equals_numpy():
 def test_scores_without_data():
     model = tiny_models.build("bert")
     assert rank_layers(model, None, score="last", progress=False).order == [3, 2, 1, 0]
+    assert rank_layers(model, None, score="alternate", progress=False).order == [1, 3, 0, 2]
     assert rank_layers(model, None, score="first", progress=False).order == [0, 1, 2, 3]
     orders = {tuple(rank_layers(model, None, score="random", seed=s, progress=False).order) for s in range(8)}
     assert len(orders) > 1

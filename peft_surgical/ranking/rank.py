@@ -53,10 +53,10 @@ def rank_layers(
     Args:
         model: The model, with the task's head.
         data: A `datasets.Dataset`, a sequence of feature dicts, or a `DataLoader`. Not needed for `"last"`, `"first"`,
-            `"random"` and `"snr"`. Where the length is known, samples are drawn at random.
+            `"alternate"`, `"random"` and `"snr"`. Where the length is known, samples are drawn at random.
         num_samples: How many samples are read, at most.
-        score: `"fisher"`, `"grad_norm"`, `"rgn"`, `"snr"`, `"last"`, `"first"`, `"random"`, or one added by
-            `register_score`.
+        score: `"fisher"`, `"grad_norm"`, `"rgn"`, `"snr"`, `"last"`, `"first"`, `"alternate"`, `"random"`, or one
+            added by `register_score`.
         labels: For the Fisher, y is `"given"` by the data, `"sampled"` from the model (then no labels are needed), or
             averaged over all classes, `"exact"`.
         aggregation: How the diagonal of a layer becomes one number. `"frobenius"`: its norm. `"frobenius_per_tensor"`:
