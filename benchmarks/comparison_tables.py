@@ -13,13 +13,13 @@ from jobs import RANDOM_DRAWS
 from table_format import INTERVALS, MISSING, number, points, table
 
 
-def metrics_table(results: Results, named: dict[str, str], best: bool = True) -> str:
+def metrics_table(results: Results, named: dict[str, str]) -> str:
     """Metrics in points, means over seeds: a row for each plan, a column for each task, and the average over tasks."""
     means = {plan: [results.mean(plan, task) for task in results.tasks] for plan in named}
-    most = [np.nanmax([means[p][i] for p in named]) if best else None for i in range(len(results.tasks))]
+    most = [np.nanmax([means[p][i] for p in named]) for i in range(len(results.tasks))]
     rows = []
     for plan, name in named.items():
-        cells = [f"**{points(v)}**" if best and v == m else points(v) for v, m in zip(means[plan], most, strict=True)]
+        cells = [f"**{points(v)}**" if v == m else points(v) for v, m in zip(means[plan], most, strict=True)]
         rows.append([name, results.seeds_of(plan), *cells, points(results.average(plan, results.tasks), 2)])
     return table(["method", "seeds", *results.tasks, "average"], rows)
 
@@ -31,6 +31,17 @@ def relative_table(results: Results, named: dict[str, str], to: str = "full") ->
         cells = [number(results.task_difference(plan, to, task), 1, sign=True) for task in results.tasks]
         rows.append([name, *cells, str(results.difference(plan, to, results.tasks))])
     return table(["method", *results.tasks, f"mean {INTERVALS}"], rows)
+
+
+def differences_table(results: Results, pairs: dict[str, tuple[str, str]]) -> str:
+    """Differences between plans, on all tasks and without the one that scatters most."""
+    noisiest, rest = results.without_noisiest(list(criteria_plans(results)))
+    rows = []
+    for name, (plan, other) in pairs.items():
+        found = results.difference(plan, other, results.tasks)
+        fewer = results.difference(plan, other, rest)
+        rows.append([name, str(found), str(fewer), str(found.better), str(found.worse)])
+    return table(["difference", f"points {INTERVALS}", f"without {noisiest}", "tasks better", "worse"], rows)
 
 
 # ---- the tables by name
@@ -66,14 +77,20 @@ def lodha_plans(results: Results) -> dict[str, str]:
 def fisher_against(results: Results) -> str:
     """Whether the Fisher's choice beats others."""
     k = results.k
-    rows = []
-    for other, name in (("full", "full"), (f"last:{k}", f"last {k}"), ("random", f"random {k}")) + tuple(
-        (f"{score}:{k}", f"{name} {k}")
-        for score, name in (("middle", "middle"), ("grad_norm", "gradient norm"), ("rgn", "RGN"), ("snr", "SNR"))
-    ):
-        found = results.difference(f"fisher:{k}", other, results.tasks)
-        rows.append([f"Fisher {k} - {name}", str(found), str(found.better), str(found.worse)])
-    return table(["difference", f"points {INTERVALS}", "tasks better", "worse"], rows)
+    others = {"full": "full", f"last:{k}": f"last {k}", "random": f"random {k}", f"middle:{k}": f"middle {k}"}
+    others |= {f"grad_norm:{k}": f"gradient norm {k}", f"rgn:{k}": f"RGN {k}", f"snr:{k}": f"SNR {k}"}
+    return differences_table(results, {f"Fisher {k} - {n}": (f"fisher:{k}", other) for other, n in others.items()})
+
+
+def spafit_against(results: Results) -> str:
+    """SPAFIT against LoRA of the same kind, and strata by a ranking against strata by depth."""
+    one, two = (methods.spafit_name(2, 4, variant, results.depth) for variant in ("I", "II"))
+    strata = [plan for plan in plans.plans("6", results.depth) if plan.startswith("strata")]
+    pairs = [("bitfit", "full"), ("lora-I", "full"), ("lora-II", "full"), (one, "lora-I"), (two, "lora-II")]
+    pairs += [(plan, two) for plan in strata]
+    return differences_table(
+        results, {f"{a.removeprefix('strata-').replace('/', ' by ')} - {b}": (a, b) for a, b in pairs}
+    )
 
 
 def spafit(results: Results) -> str:
@@ -114,6 +131,7 @@ def criteria_table(results: Results) -> str:
     """Question 8: every way to choose k layers, on the tasks it may be chosen on and those that confirm it."""
     chosen_on = [task for task in plans.CHOOSE_ON if task in results.tasks]
     confirmed_on = [task for task in plans.CONFIRM_ON if task in results.tasks]
+    noisiest, rest = results.without_noisiest(list(criteria_plans(results)))
     rows = []
     for plan, name in criteria_plans(results).items():
         score = plan.partition(":")[0]
@@ -121,11 +139,16 @@ def criteria_table(results: Results) -> str:
         cells = [points(results.average(plan, group), 2) for group in (chosen_on, confirmed_on, results.tasks)]
         found = results.difference(plan, "full", results.tasks)
         took = number(float(np.median(seconds)), 1) if seconds else ""
-        median = number(float(np.median(found.by_task)), sign=True)
-        rows.append([name, results.seeds_of(plan), *cells, str(found), median, f"{found.better}:{found.worse}", took])
+        fewer = results.difference(plan, "full", rest)
+        rows.append(
+            [name, results.seeds_of(plan), *cells, str(found), str(fewer), f"{found.better}:{found.worse}", took]
+        )
     rows.sort(key=lambda row: -float(row[4]) if row[4] != MISSING else 0)
     header = ["layers", "seeds", f"choosing half ({len(chosen_on)})", f"confirming half ({len(confirmed_on)})"]
-    return table([*header, "all tasks", f"minus full {INTERVALS}", "median", "better:worse", "seconds to rank"], rows)
+    return table(
+        [*header, "all tasks", f"minus full {INTERVALS}", f"without {noisiest}", "better:worse", "seconds to rank"],
+        rows,
+    )
 
 
 def criteria_rule(results: Results) -> str:
@@ -141,7 +164,7 @@ def criteria_rule(results: Results) -> str:
         kept = sum(behind[task] >= -noise[task] for task in results.tasks)
         near = sum(behind[task] >= -results.noise(task) for task in results.tasks)
         found = {r: results.difference(plan, other, results.tasks) for r, other in rivals.items() if plan != other}
-        wins = kept >= 8 and all(difference.mean > 0 for difference in found.values())
+        wins = kept >= 8 and len(found) == len(rivals) and all(rival.mean > 0 for rival in found.values())
         cells = [str(found[rival]) if rival in found else "" for rival in rivals]
         rows.append([name, str(kept), str(near), *cells, "yes" if wins else "no"])
     rows.sort(key=lambda row: (-int(row[1]), -int(row[2])))
@@ -167,7 +190,11 @@ def criteria_by_task(results: Results) -> str:
 def elsa(results: Results) -> str:
     """Lee et al.: quality against the number of last layers."""
     named = {"head": "0 (head alone)", **{f"last:{n}": f"last {n}" for n in range(1, results.depth + 1)}}
-    return metrics_table(results, {**named, "full": "full (embeddings too)"}, best=False)
+    rows = []
+    for plan, name in {**named, "full": "full (embeddings too)"}.items():
+        cells = [points(results.mean(plan, task)) for task in results.tasks]
+        rows.append([name, results.seeds_of(plan), *cells, str(results.difference(plan, "full", results.tasks))])
+    return table(["method", "seeds", *results.tasks, f"minus full {INTERVALS}"], rows)
 
 
 def elsa_fraction(results: Results) -> str:

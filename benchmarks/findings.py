@@ -134,6 +134,12 @@ class Results:
         deviation = (sum((len(group) - 1) * np.var(group, ddof=1) for group in groups) / freedom) ** 0.5
         return float(t.ppf(0.975, freedom) * deviation / max(map(len, groups)) ** 0.5)
 
+    def without_noisiest(self, plans: Sequence[str]) -> tuple[str, list[str]]:
+        """The task whose results depend most on the seed, and the other tasks."""
+        noise = {task: self.seed_noise(plans, task) for task in self.tasks}
+        noisiest = max(self.tasks, key=lambda task: -math.inf if math.isnan(noise[task]) else noise[task])
+        return noisiest, [task for task in self.tasks if task != noisiest]
+
     def noise(self, task: str) -> float:
         """Half of the 95 % interval, in points, that the size of the validation split alone gives one run, roughly.
 
@@ -216,11 +222,12 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
 
 
 def fewest_layers(results: Results, task: str, share: float) -> int | None:
-    """The fewest last layers that keep a share of the full result; None if that was not found."""
-    full = results.mean("full", task)
+    """The fewest last layers that keep a share of the full result of the same seeds; None if that was not found."""
+    full = results.values("full", task)
     for n in range(results.depth + 1):
-        value = results.mean(f"last:{n}" if n else "head", task)
-        if value >= share * full:
+        values = results.values(f"last:{n}" if n else "head", task)
+        both = set(values) & set(full)
+        if both and sum(values[seed] for seed in both) >= share * sum(full[seed] for seed in both):
             return n
     return None
 

@@ -11,6 +11,7 @@ import numpy as np
 import pandas as pd
 import records
 from findings import Results, agreement, samples_frame
+from jobs import TRACKED
 from table_format import INTERVALS, MISSING, number, points, table
 
 
@@ -111,7 +112,7 @@ def samples(results: Results) -> str:
 def heads(results: Results) -> str:
     """How far the ranking depends on the random head: agreement between pairs of five heads, 100 samples."""
     rows = []
-    for record in records.read(results.folder / "samples.jsonl"):
+    for record in sorted(records.read(results.folder / "samples.jsonl"), key=lambda r: results.tasks.index(r["task"])):
         found = record["rankings"]
         if not any(r["kind"] == "head" for r in found):
             continue
@@ -126,15 +127,15 @@ def heads(results: Results) -> str:
 
 
 def tracked(results: Results) -> str:
-    """Figures 2 to 5 of Lodha et al.: the ranking while the model is tuned, against the one before."""
+    """Figures 2 to 5 of Lodha et al.: the ranking while the model is tuned, against the one before, and in itself."""
     rows = []
-    for record in records.read(results.folder / "track.jsonl"):
-        measured = record["points"]
-        first, epochs = measured[0]["scores"], [str(p["epoch"]) for p in measured]
-        ranks = [np.argsort(np.argsort(-np.array(p["scores"]))) for p in measured]
-        taus = [agreement(first, p["scores"], results.k) for p in measured[1:]]
-        moved = [float(np.abs(r - ranks[0]).mean()) for r in ranks[1:]]
-        cells = [f"{tau:.2f}, {overlap}, {m:.1f}" for (tau, overlap), m in zip(taus, moved, strict=True)]
-        rows.append([record["task"], " ".join(epochs), *cells])
-    header = ["task", "epochs", *(f"{n}: tau, overlap, ranks moved" for n in ("2nd", "3rd", "4th", "5th"))]
+    for record in sorted(records.read(results.folder / "track.jsonl"), key=lambda r: results.tasks.index(r["task"])):
+        scores = [point["scores"] for point in record["points"]]
+        first = [agreement(scores[0], later, results.k) for later in scores[1:]]
+        cells = [f"{tau:.2f}, {overlap}" for tau, overlap in first]
+        cells += [MISSING] * (len(TRACKED) - len(scores))
+        tau, overlap = agreement(scores[1], scores[-1], results.k)
+        epochs = " ".join(str(point["epoch"]) for point in record["points"])
+        rows.append([record["task"], epochs, *cells, f"{tau:.2f}, {overlap}"])
+    header = ["task", "epochs", *(f"{n} against before" for n in ("2nd", "3rd", "4th", "5th")), "last against 2nd"]
     return table(header, rows) if rows else ""

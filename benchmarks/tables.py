@@ -76,6 +76,7 @@ TABLES: dict[str, Callable[[Results], str]] = {
     "lodha-relative": comparisons.lodha_relative,
     "fisher-against": comparisons.fisher_against,
     "spafit": comparisons.spafit,
+    "spafit-against": comparisons.spafit_against,
     "spafit-rates": comparisons.spafit_rates,
     "criteria": comparisons.criteria_table,
     "criteria-rule": comparisons.criteria_rule,
