@@ -83,5 +83,8 @@ def assert_same_norms(found, squares: list[dict[str, Tensor]], tolerance: float)
         scale = sum(v**2 for v in expected.values()) ** 0.5
         assert tensors.keys() == expected.keys()
         for name, tensor in tensors.items():
-            allowed = max(tolerance, T5_ROUNDS_AT) if name.startswith("layer.") else tolerance
+            rounded = name.startswith("layer.") and T5_ROUNDS_AT
+            if name.endswith("norm.weight"):  # a root mean square norm takes float32, also in a float64 model
+                rounded = 1e-6
+            allowed = max(tolerance, rounded)
             assert abs(tensor.norm - expected[name]) <= allowed * scale, name

@@ -19,7 +19,7 @@ from peft_surgical.fisher.batches import Batch
 from peft_surgical.fisher.diagonal import layer_fisher
 from peft_surgical.fisher.log_likelihood import make_objective
 from peft_surgical.fisher.pending_squares import PendingSquares
-from peft_surgical.fisher.rules import RULES, find_rule, gain, is_gain, register_rule
+from peft_surgical.fisher.rules import RULES, find_rule, gain, is_gain, register_rule, rms_norm
 from peft_surgical.fisher.sample_gradients import (
     DenseGradients,
     ProductGradients,
@@ -27,7 +27,7 @@ from peft_surgical.fisher.sample_gradients import (
     SummedGradients,
     join,
 )
-from peft_surgical.fisher.sums import Zeros
+from peft_surgical.fisher.sums import new_sum
 from peft_surgical.layers import Layer
 
 
@@ -60,7 +60,7 @@ def check(module: nn.Module, x: torch.Tensor, tolerance: float = 1e-9) -> None:
         assert tuple(gradients.shape) == tuple(expected.shape[1:])
         close(gradients.dense(0, len(x)).view_as(expected), expected, tolerance)
         close(gradients.squared_norms(), expected.flatten(1).square().sum(1), tolerance)
-        out, pending = Zeros().take(gradients), PendingSquares()
+        out, pending = new_sum(gradients), PendingSquares()
         gradients.add_squares(out, pending)
         pending.flush()
         close(out.flatten(), expected.square().sum(0).flatten(), tolerance)
@@ -103,11 +103,30 @@ def test_layer_norm(n, t, w, rows, bias):
 @settings(max_examples=15, deadline=None)
 @given(n=sizes, t=sizes, w=st.integers(2, 6), cls=st.sampled_from([LlamaRMSNorm, T5LayerNorm, nn.RMSNorm]))
 def test_root_mean_square_norms(n, t, w, cls):
-    check(cls(w), data(n, 1, t, w), tolerance=1e-5)  # those of transformers compute in float32
+    module = cls(w)
+    assert find_rule(module) is (gain if cls is nn.RMSNorm else rms_norm)  # whose epsilon depends on the type
+    check(module, data(n, 1, t, w), tolerance=1e-5)  # those of transformers compute in float32
 
 
 def test_the_norm_of_gemma_adds_one_to_its_weight():
+    assert find_rule(Gemma3RMSNorm(5)) is rms_norm
     check(Gemma3RMSNorm(5), data(3, 1, 4, 5), tolerance=1e-5)
+
+
+class WrongEpsilon(LlamaRMSNorm):
+    def forward(self, x):
+        return self.weight * x * (x.square().mean(-1, keepdim=True) + 3 * self.variance_epsilon).rsqrt()
+
+
+class NormOverTokens(LlamaRMSNorm):
+    def forward(self, x):
+        return self.weight * x * (x.square().mean(-2, keepdim=True) + self.variance_epsilon).rsqrt()
+
+
+@pytest.mark.parametrize("cls", [WrongEpsilon, NormOverTokens])
+def test_gains_of_another_normalisation_are_no_root_mean_square_norms(cls):
+    assert find_rule(cls(5)) is gain
+    check(cls(5), data(3, 1, 4, 5) * 1e-3)
 
 
 class Scale(nn.Module):
@@ -191,7 +210,7 @@ def test_uses_of_a_parameter_add_up_before_they_are_squared(n, t, o, i, kinds):
     joined = join(terms)
     close(joined.dense(0, n), total, 1e-9)
     close(joined.squared_norms(), total.flatten(1).square().sum(1), 1e-9)
-    out, pending = Zeros().take(joined), PendingSquares()
+    out, pending = new_sum(joined), PendingSquares()
     joined.add_squares(out, pending)
     pending.flush()
     close(out, total.square().sum(0), 1e-9)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from copy import copy
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -65,7 +66,10 @@ def find_rule(module: nn.Module) -> Rule | None:
     for cls in type(module).__mro__:
         if cls in RULES:
             return RULES[cls]
-    return gain if is_gain(module) else None
+    tried = _try_gain(module)
+    if tried is None:
+        return None
+    return rms_norm if _is_rms_norm(module, *tried) else gain
 
 
 @register_rule(nn.Linear)
@@ -130,29 +134,60 @@ def gain(module: nn.Module, inputs: Tensor, grad_output: Tensor) -> Mapping[str,
     return {name: _sum_over_tokens(grad_output * u, weight.dim())}
 
 
+def rms_norm(module: nn.Module, inputs: Tensor, grad_output: Tensor) -> Mapping[str, SampleGradients]:
+    """y = (w + c) * x / rms(x), the gain of most language models"""
+    ((name, _),) = module.named_parameters(recurse=False)
+    g, x = grad_output.flatten(1, -2), inputs.flatten(1, -2)
+    return {name: DenseGradients(sum_normalized(g, x, _epsilon(module), center=False)[:, 0])}
+
+
 def is_gain(module: nn.Module) -> bool:
     """Whether a module's output is linear in its one parameter, a vector, entry by entry of the last dimension.
 
     This is tried out, for transformers has dozens of classes for it.
     """
+    return _try_gain(module) is not None
+
+
+def _try_gain(module: nn.Module) -> tuple[Tensor, Tensor] | None:
+    """If a module is a gain, some inputs x, and u(x)."""
     parameters = list(module.named_parameters(recurse=False))
     if len(parameters) != 1 or any(True for _ in module.children()) or parameters[0][1].dim() != 1:
-        return False
+        return None
     name, weight = parameters[0]
     if not weight.is_floating_point():
-        return False
-    device = torch.device("cpu") if weight.is_meta else weight.device
-    generator = torch.Generator().manual_seed(0)
-    width = len(weight)
-    x, w = torch.randn(3, width + 1, width, generator=generator), torch.randn(width, generator=generator)
-    x, w = (t.to(device, torch.float32) for t in (x, w))
+        return None
+    x, w = _trial_numbers(len(weight), torch.device("cpu") if weight.is_meta else weight.device)
     try:
         zero, one, other = (_with_weight(module, name, v, x) for v in (torch.zeros_like(w), torch.ones_like(w), w))
     except Exception:  # noqa: BLE001  a module of another kind may raise anything
-        return False
+        return None
     if not isinstance(other, Tensor) or other.shape != x.shape:
+        return None
+    u = one - zero
+    return (x, u) if torch.allclose(other, zero + u * w, rtol=1e-4, atol=1e-5) else None
+
+
+@lru_cache(maxsize=4)
+def _trial_numbers(width: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Inputs, of which no other dimension is as wide, the first so small that an epsilon shows; and a weight."""
+    generator = torch.Generator().manual_seed(0)
+    samples, tokens = (2, 3) if width > 3 else (4, 5)
+    x, w = torch.randn(samples, tokens, width, generator=generator), torch.randn(width, generator=generator)
+    x[0] *= 1e-3
+    return x.to(device), w.to(device)
+
+
+def _is_rms_norm(module: nn.Module, x: Tensor, u: Tensor) -> bool:
+    epsilon = _epsilon(module)
+    if not isinstance(epsilon, float):
         return False
-    return torch.allclose(other, zero + (one - zero) * w, rtol=1e-4, atol=1e-5)
+    return torch.allclose(u, x * (x.square().mean(-1, keepdim=True) + epsilon).rsqrt(), rtol=1e-4, atol=1e-5)
+
+
+def _epsilon(module: Any) -> Any:
+    """What a normalisation adds to the mean square, by the names that transformers and torch have for it."""
+    return getattr(module, "variance_epsilon", getattr(module, "eps", None))
 
 
 _PADDING = {"zeros": "constant", "reflect": "reflect", "replicate": "replicate", "circular": "circular"}
