@@ -141,10 +141,10 @@ def choose_stack(model: nn.Module, stack: str | None = None) -> Stack:
     Raises:
         ValueError: There is no such stack; or none is named and the model has several, or none at all.
     """
+    model = unwrap(model)
     stacks = find_stacks(model)
     if stack is None and len(stacks) == 1:
         return next(iter(stacks.values()))
-    model = unwrap(model)
     if stack is not None:
         return _named(model, stacks, stack)
     if not stacks:
@@ -211,7 +211,9 @@ def describe_stacks(stacks: Mapping[str, Stack]) -> str:
 def unwrap(model: nn.Module) -> nn.Module:
     """The model inside the wrappers of PEFT, of `torch.compile` and of distributed training."""
     while True:
-        inner = extract_model_from_parallel(model, keep_torch_compile=False)
+        inner = model
+        if any(name in vars(model) or name in model._modules for name in _INSIDE):
+            inner = extract_model_from_parallel(model, keep_torch_compile=False)  # looks at all modules
         if isinstance(inner, (PeftModel, PeftMixedModel)):
             inner = inner.base_model
         elif isinstance(inner, BaseTuner):
@@ -220,6 +222,9 @@ def unwrap(model: nn.Module) -> nn.Module:
             return model
         model = inner
 
+
+_INSIDE = ("module", "_orig_mod", "_fsdp_wrapped_module")
+"""Where the wrappers of distributed training and of `torch.compile` keep the model."""
 
 _FORMS = "a list of indices such as [3, -1], 'last:3', 'first:2', 'last:25%', '4-9', '10-', 'all', or {'stack': ...}"
 _COUNT = re.compile(r"(first|last):(\d+(?:\.\d+)?)(%?)")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
@@ -39,6 +40,16 @@ def add_up(tensor: Tensor) -> Tensor:
         else:
             dist.all_reduce(tensor)
     return tensor
+
+
+def do_everywhere(action: Callable[[], object]) -> None:
+    """Do something; what it raises in one process is raised on all of them, see `raise_everywhere`."""
+    error = None
+    try:
+        action()
+    except Exception as caught:  # noqa: BLE001  the other processes must hear of it
+        error = caught
+    raise_everywhere(error)
 
 
 def raise_everywhere(error: Exception | None) -> None:

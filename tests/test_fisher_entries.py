@@ -15,7 +15,7 @@ from peft_surgical.fisher.entries import (
 )
 from peft_surgical.fisher.pending_squares import PendingSquares
 from peft_surgical.fisher.sample_gradients import DenseGradients, ProductGradients, RowGradients
-from peft_surgical.fisher.sums import DiagonalSum, Zeros
+from peft_surgical.fisher.sums import DiagonalSum, new_sum
 
 
 def product(samples, tokens, height, width, seed=0):
@@ -43,7 +43,7 @@ def estimate(gradients, seed, together=1, parts=1):
     pending, step = PendingSquares(), -(-gradients.samples // parts)
     dense = gradients.dense(0, gradients.samples)
     for one in kept:
-        total = Zeros().take(gradients)
+        total = new_sum(gradients)
         for first in range(0, gradients.samples, step):
             part = gradients if parts == 1 else DenseGradients(dense[first : first + step])
             part.add_squares(total, pending)

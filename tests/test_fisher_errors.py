@@ -56,6 +56,17 @@ def test_a_gradient_that_is_not_finite_is_traced_to_its_sample_and_module(engine
         measure(Model(), samples(0.0), engine, diagonal=diagonal)
 
 
+@pytest.mark.parametrize("place", [0, 1, 2])
+@ENGINES
+def test_it_is_traced_in_whichever_batch_it_is(engine, place):
+    model, x = Model(), torch.randn(6, 3)
+    x[2 * place + 1] = 0
+    batches = [Batch({"x": x[i : i + 2], "labels": torch.arange(2)}, (i, i + 1)) for i in (0, 2, 4)]
+    layers = [Layer("layers", i, f"layers.{i}", m) for i, m in enumerate(model.layers)]
+    with pytest.raises(ValueError, match=f"gradient of sample {2 * place + 1} of the draw is not finite"):
+        layer_fisher(model, layers, batches, make_objective(model), engine=engine)
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @ENGINES
 def test_a_log_likelihood_that_is_not_finite_is_traced_to_its_sample(engine, bad):

@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -18,10 +19,9 @@ from peft_surgical.fisher.log_likelihood import Objective
 from peft_surgical.fisher.measure import NO_GRADIENT, FisherTask, Progress
 from peft_surgical.fisher.memory import free_bytes
 from peft_surgical.fisher.model_state import untouched
-from peft_surgical.fisher.owners import layer_parameters
 from peft_surgical.fisher.sums import TensorFisher
 from peft_surgical.layers import Layer, unwrap
-from peft_surgical.processes import gather, raise_everywhere
+from peft_surgical.processes import do_everywhere, gather
 
 
 logger = logging.getLogger(__name__)
@@ -95,18 +95,14 @@ def layer_fisher(
     _check_data(task)
     with untouched(task.model, seed):
         job = _make_engine(task, list(batches), engine, keep_inputs)
-        error: Exception | None = None
-        try:
-            job.run(progress or Progress())
-        except Exception as caught:  # noqa: BLE001  the other processes must hear of it
-            error = caught
-        raise_everywhere(error)
+        do_everywhere(partial(job.run, progress or Progress()))
         samples, counts = job.log.gathered()
         if not samples:
             raise ValueError("There are no samples. Give data that are not empty.")
         if not any(gather(job.heard)):
             raise ValueError(NO_GRADIENT)
         found = list(job.results(float(counts.sum())))
+        do_everywhere(job.check)
     _check_results(task, found)
     return FisherMeasurement(found, samples, counts, job.name)
 
@@ -122,13 +118,15 @@ def _make_engine(task: FisherTask, batches: list[Batch], name: str, keep_inputs:
 
 
 def _sums_fit(task: FisherTask) -> bool:
-    parameters = [p for group in layer_parameters(task.layers) for p in group.values()]
+    parameters = [p for group in task.parameters for p in group.values()]
     needed = sum(p.numel() * (8 if p.dtype == torch.float64 else 4) for p in parameters)
     device = next((p.device for p in parameters if not p.is_meta), torch.device("cpu"))
     return all(gather(needed < _USABLE * free_bytes(device)))
 
 
 def _check_data(task: FisherTask) -> None:
+    if not any(p.is_meta for group in task.parameters for p in group.values()):
+        return
     for layer in task.layers:
         for name, module in layer.module.named_modules():
             on_meta = any(p is not None and p.is_meta for p in module._parameters.values())

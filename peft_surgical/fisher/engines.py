@@ -21,7 +21,7 @@ from peft_surgical.fisher.measure import (
     SampleLog,
     check_values,
 )
-from peft_surgical.fisher.owners import find_owners, layer_parameters
+from peft_surgical.fisher.owners import find_owners
 from peft_surgical.fisher.pending_squares import PendingSquares
 from peft_surgical.fisher.plain import NotPlain, plain_units, tokens_of
 from peft_surgical.fisher.sample_gradients import DenseGradients
@@ -61,13 +61,20 @@ class Engine:
         """
         raise NotImplementedError
 
+    def check(self) -> None:
+        """Check the gradients of the last batch, as far as that has been left for after the results.
+
+        Raises:
+            ValueError: One is not finite.
+        """
+
 
 class _SummingEngine(Engine):
     """An engine with sums for all layers at once."""
 
     def __init__(self, task: FisherTask, batches: Sequence[Batch]):
         super().__init__(task, batches)
-        self.sums = FisherSums(task, layer_parameters(task.layers), Generators(task.seed))
+        self.sums = FisherSums(task, task.parameters, Generators(task.seed))
         self.parameters = [p for group in self.sums.parameters for p in group.values()]
 
     def run(self, progress: Progress) -> None:
@@ -93,6 +100,7 @@ class HookEngine(_SummingEngine):
         super().__init__(task, batches)
         self.units = UnitsOnce(task, self.runner, batches, self.parameters)
         self.padding = PaddingLengths(task, self.runner)
+        self._unchecked: tuple[Batch, list[Tensor]] | None = None
 
     def add(self, batch: Batch) -> None:
         try:
@@ -119,9 +127,15 @@ class HookEngine(_SummingEngine):
                 listener.finish()
                 self.sums.finish()
             self.heard = self.heard or listener.heard
-        if not checked and not all_finite(seen):
-            self._explain(batch, values)
+        if not checked:
+            self.check()  # the batch before this one, so that the device need not wait for Python
+            self._unchecked = batch, seen
         self.log.add(batch, counts)
+
+    def check(self) -> None:
+        unchecked, self._unchecked = self._unchecked, None
+        if unchecked is not None and not all_finite(unchecked[1]):
+            self._explain(unchecked[0], unchecked[1][0])
 
     def _explain(self, batch: Batch, values: Tensor) -> None:
         check_values(values, batch)

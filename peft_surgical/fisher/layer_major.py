@@ -27,11 +27,10 @@ from peft_surgical.fisher.hooks import GradientListener, NotFinite
 from peft_surgical.fisher.input_store import InputStore, Kept
 from peft_surgical.fisher.local import float_tensors
 from peft_surgical.fisher.measure import FisherSums, FisherTask, Progress, check_values
-from peft_surgical.fisher.owners import layer_parameters
 from peft_surgical.fisher.plain import NotPlain, checking_plain, tokens_of
 from peft_surgical.fisher.sums import TensorFisher
 from peft_surgical.fisher.units import CannotTellSamplesApart, Unit
-from peft_surgical.processes import raise_everywhere
+from peft_surgical.processes import do_everywhere
 
 
 logger = logging.getLogger(__name__)
@@ -79,7 +78,7 @@ class LayerMajorEngine(Engine):
 
     def __init__(self, task: FisherTask, batches: Sequence[Batch], keep_inputs: str = "device"):
         super().__init__(task, batches)
-        self.parameters = layer_parameters(task.layers)
+        self.parameters = task.parameters
         flat = [p for group in self.parameters for p in group.values()]
         self.units = UnitsOnce(task, self.runner, batches, flat)
         self._inside: dict[tuple[int, int], list[Unit]] = {}
@@ -102,12 +101,8 @@ class LayerMajorEngine(Engine):
     def results(self, count: float) -> list[dict[str, TensorFisher]]:
         found = {}
         for number in reversed(range(len(self.task.layers))):
-            sums, error = FisherSums(self.task, [self.parameters[number]], self.generators), None
-            try:
-                self._differentiate(number, sums)
-            except Exception as caught:  # noqa: BLE001  the other processes must hear of it
-                error = caught
-            raise_everywhere(error)
+            sums = FisherSums(self.task, [self.parameters[number]], self.generators)
+            do_everywhere(partial(self._differentiate, number, sums))
             (found[number],) = sums.results(count)
         return [found[number] for number in range(len(self.task.layers))]
 

@@ -84,8 +84,8 @@ class TaskObjective:
             return Rows(values, valid.sum(1))
         if self.labels == "exact":
             values = values[..., valid.any(0)].permute(2, 0, 1).flatten(0, 1)
-            return Rows(values, torch.ones(len(batch), device=values.device))
-        return Rows(values.sum(-1), torch.ones(len(batch), device=values.device))
+            return Rows(values, torch.ones(len(batch)))
+        return Rows(values.sum(-1), torch.ones(len(batch)))
 
     def _values(self, distribution: Distribution, labels: Tensor | None, valid: Tensor, batch: Batch) -> Tensor:
         if self.labels == "exact":
@@ -185,7 +185,7 @@ class _UserObjective:
                 "for "
                 f"each, of shape ({len(batch)},), not their sum or mean."
             )
-        return Rows(values[None], torch.ones_like(values))
+        return Rows(values[None], torch.ones(len(batch)))
 
 
 def _valid(distribution: Distribution, labels: Tensor | None, batch: Batch) -> Tensor:

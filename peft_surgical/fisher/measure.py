@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from peft_surgical.fisher.batches import LABELS, Batch, forward_names
 from peft_surgical.fisher.entries import EntryKeeper, Generators
 from peft_surgical.fisher.log_likelihood import Objective, Rows
-from peft_surgical.fisher.sums import DiagonalSum, NormSum, TensorFisher, Zeros, reduce_diagonals
+from peft_surgical.fisher.owners import layer_parameters
+from peft_surgical.fisher.sums import DiagonalSum, LayerZeros, NormSum, TensorFisher, reduce_diagonals, reduce_norms
 from peft_surgical.layers import Layer
 from peft_surgical.processes import gather
 
@@ -54,6 +55,11 @@ class FisherTask:
     shares: bool = True
     seed: int = 0
 
+    @cached_property
+    def parameters(self) -> list[dict[str, nn.Parameter]]:
+        """The parameters of each layer, by name. An offloaded module has others after each call."""
+        return layer_parameters(self.layers)
+
 
 @dataclass
 class SampleLog:
@@ -91,10 +97,11 @@ class FisherSums:
     def __init__(self, task: FisherTask, parameters: Sequence[dict[str, nn.Parameter]], generators: Generators):
         self.parameters = parameters
         self._keeper = EntryKeeper(generators) if task.diagonal and task.shares else None
-        new: Callable[[], DiagonalSum | NormSum] = NormSum
-        if task.diagonal:
-            new = partial(DiagonalSum, self._keeper, Zeros())
-        self.by_id = {id(p): new() for group in parameters for p in group.values()}
+        self.by_id: dict[int, DiagonalSum | NormSum] = {}
+        for group in parameters:
+            zeros = LayerZeros(group.values())
+            for key in map(id, group.values()):
+                self.by_id[key] = DiagonalSum(self._keeper, partial(zeros.take, key)) if task.diagonal else NormSum()
 
     def start(self, samples: int) -> None:
         """Get ready for a batch."""
@@ -110,9 +117,8 @@ class FisherSums:
         """The means over all processes, for each layer."""
         pairs = [(p, self.by_id[id(p)]) for group in self.parameters for p in group.values()]
         diagonals = [(p, total) for p, total in pairs if isinstance(total, DiagonalSum)]
-        means = reduce_diagonals(diagonals, count) if diagonals else []
-        means += [total.result(p, count) for p, total in pairs if isinstance(total, NormSum)]
-        found = iter(means)
+        norms = [(p, total) for p, total in pairs if isinstance(total, NormSum)]
+        found = iter(reduce_diagonals(diagonals, count) if diagonals else reduce_norms(norms, count))
         return [{name: next(found) for name in group} for group in self.parameters]
 
 

@@ -96,8 +96,8 @@ def _same_buffers(modules: Sequence[nn.Module]) -> Iterator[None]:
 def same_random_numbers(model: nn.Module, seed: int) -> Iterator[None]:
     """A context that seeds the global random number generators and puts their state back."""
     python, numpy = random.getstate(), np.random.get_state()
-    parameters = (p for module in model.modules() for p in module._parameters.values() if p is not None)
-    devices = sorted({p.device.index or 0 for p in parameters if p.is_cuda})
+    places = {p.device for module in model.modules() for p in module._parameters.values() if p is not None}
+    devices = sorted(place.index or 0 for place in places if place.type == "cuda")
     try:
         with torch.random.fork_rng(devices=devices):
             torch.manual_seed(seed)

@@ -23,7 +23,7 @@ def layer_parameters(layers: Sequence[Layer]) -> list[dict[str, nn.Parameter]]:
     found = []
     for layer in layers:
         own = {}
-        for name, p in _base_parameters(layer.module):
+        for name, p in _base_parameters(layer.module, "", []):
             if id(p) not in seen:
                 seen.add(id(p))
                 own[name] = p
@@ -71,14 +71,18 @@ _packed: WeakKeyDictionary[nn.Module, nn.Parameter] = WeakKeyDictionary()
 """What stands for the packed weight of a module: an empty parameter with the weight's shape."""
 
 
-def _base_parameters(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Parameter]]:
-    """The parameters of a module, without those of adapters."""
-    yield from ((prefix + name, p) for name, p in own_parameters(module))
-    for name, child in module.named_children():
+def _base_parameters(
+    module: nn.Module, prefix: str, found: list[tuple[str, nn.Parameter]]
+) -> list[tuple[str, nn.Parameter]]:
+    """Append the parameters of a module, without those of adapters."""
+    found += [(prefix + name, p) for name, p in own_parameters(module)]
+    for name, child in module._modules.items():
         if isinstance(child, BaseTunerLayer):
             if "base_layer" not in child._modules:
                 continue  # it tunes the module that it is a child of
             child = child.get_base_layer()
         elif isinstance(child, AuxiliaryTrainingWrapper):
             child = child.original_module
-        yield from _base_parameters(child, f"{prefix}{name}.")
+        if child is not None:
+            _base_parameters(child, f"{prefix}{name}.", found)
+    return found

@@ -145,7 +145,7 @@ class PendingSquares:
         if gradients.shape[1:] != out.shape:
             raise ValueError(f"gradients of shape {tuple(gradients.shape)} are not (N, *{tuple(out.shape)}).")
         self._gradients.append((out, gradients.flatten(1), then))
-        if gradients.numel() > kernel.CHUNK_ELEMENTS:  # worth a launch of its own, and too large to be kept
+        if gradients.numel() > _ENTRIES_PER_LAUNCH:  # worth a launch of its own, and too large to be kept
             self._add_gradients()
 
     def flush(self) -> None:
@@ -161,7 +161,7 @@ class PendingSquares:
         for waiting in self._gradients:
             out, g, _ = waiting
             place = out.data_ptr()
-            alike.setdefault((out.dtype, out.device, len(g), times[place]), []).append(waiting)
+            alike.setdefault((out.dtype, out.device, g.shape[0], times[place]), []).append(waiting)
             times[place] += 1
         self._gradients.clear()
         for (dtype, *_), group in alike.items():

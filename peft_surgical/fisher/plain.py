@@ -106,5 +106,5 @@ def check_plain(unit: Unit, shape: tuple[int, int], *tensors: object) -> None:
     """
     samples, tokens = shape
     for x in tensors:
-        if not isinstance(x, Tensor) or not x.dim() or len(x) != samples or tokens not in x.shape[1:]:
+        if not isinstance(x, Tensor) or not x.dim() or x.shape[0] != samples or tokens not in x.shape[1:]:
             raise NotPlain(unit.name)

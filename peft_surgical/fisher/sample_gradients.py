@@ -83,7 +83,8 @@ class DenseGradients(SampleGradients):
 
     def __init__(self, gradients: Tensor):
         self.gradients = gradients
-        self.samples, self.shape = len(gradients), tuple(gradients.shape[1:])
+        self.samples, *shape = gradients.shape
+        self.shape = tuple(shape)
 
     @property
     def example(self) -> Tensor:
@@ -111,7 +112,7 @@ class ProductGradients(SampleGradients):
 
     def __init__(self, left: Tensor, right: Tensor, shape: Sequence[int] | None = None, lengths: Tensor | None = None):
         self.left, self.right, self.lengths = left, right, lengths
-        self.samples = len(left)
+        self.samples = left.shape[0]
         self.shape = tuple(shape or (left.shape[-1], right.shape[-1]))
 
     @property

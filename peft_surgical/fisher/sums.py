@@ -7,7 +7,7 @@ of each sample's gradient is enough.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -18,7 +18,7 @@ from peft_surgical.fisher.entries import WHOLE_VECTOR, EntryKeeper, KeptEntries,
 from peft_surgical.fisher.kernel import sum_type
 from peft_surgical.fisher.pending_squares import PendingSquares
 from peft_surgical.fisher.sample_gradients import DenseGradients, SampleGradients
-from peft_surgical.processes import add_up, gather
+from peft_surgical.processes import add_up, count_processes, gather
 
 
 @dataclass(frozen=True)
@@ -39,27 +39,34 @@ class TensorFisher:
     shares: Tensor
 
 
-class Zeros:
-    """Gives out zeros. Small tensors are parts of a few larger ones, for to fill each takes a launch."""
-
-    def __init__(self) -> None:
-        self._left: dict[tuple[torch.device, torch.dtype], tuple[Tensor, int]] = {}
-
-    def take(self, gradients: SampleGradients) -> Tensor:
-        """Zeros that squares of such gradients can be added to."""
-        shape, dtype = gradients.sum_shape, sum_type(gradients.example.dtype)
-        size, device = gradients.size, gradients.device
-        if size >= _TOGETHER // 8:
-            return torch.zeros(shape, dtype=dtype, device=device)
-        whole, used = self._left.get((device, dtype), (None, 0))
-        if whole is None or used + size > _TOGETHER:
-            whole, used = torch.zeros(_TOGETHER, dtype=dtype, device=device), 0
-        self._left[device, dtype] = whole, used + -(-size // 64) * 64
-        return whole[used : used + size].view(shape)
+def new_sum(gradients: SampleGradients) -> Tensor:
+    """Zeros that the squares of such gradients can be added to."""
+    return torch.zeros(gradients.sum_shape, dtype=sum_type(gradients.example.dtype), device=gradients.device)
 
 
-_TOGETHER = 2**18
-"""Entries of a tensor that small sums are taken from."""
+class LayerZeros:
+    """Gives out zeros for the parameters of a layer. They are parts of one tensor, for to fill each takes a launch.
+
+    Args:
+        parameters: The parameters.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter]):
+        self._sizes = {id(p): -(-p.numel() // 64) * 64 for p in parameters if p.is_floating_point()}
+        self._parts: dict[tuple[torch.device, torch.dtype], dict[int, Tensor]] = {}
+
+    def take(self, key: int, gradients: SampleGradients) -> Tensor:
+        """As `new_sum`, for the parameter with this `id`."""
+        dtype, device = sum_type(gradients.example.dtype), gradients.device
+        parts = self._parts.get((device, dtype))
+        if parts is None:
+            whole = torch.zeros(sum(self._sizes.values()), dtype=dtype, device=device)
+            parts = dict(zip(self._sizes, whole.split(list(self._sizes.values())), strict=True))
+            self._parts[device, dtype] = parts
+        part = parts.pop(key, None)
+        if part is None or len(part) < gradients.size:  # a quantised weight
+            return new_sum(gradients)
+        return part[: gradients.size].view(gradients.sum_shape)
 
 
 class DiagonalSum:
@@ -67,11 +74,11 @@ class DiagonalSum:
 
     Args:
         keeper: Keeps some entries of each sample's; None keeps none.
-        zeros: Where the sum is taken from.
+        zeros: Makes the sum, from the first gradients.
     """
 
-    def __init__(self, keeper: EntryKeeper | None = None, zeros: Zeros | None = None):
-        self.keeper, self._zeros = keeper, zeros or Zeros()
+    def __init__(self, keeper: EntryKeeper | None = None, zeros: Callable[[SampleGradients], Tensor] = new_sum):
+        self.keeper, self._zeros = keeper, zeros
         self.sum: Tensor | None = None
         self.kept = KeptEntries()
         self.seen = self._first = 0
@@ -83,7 +90,7 @@ class DiagonalSum:
     def add(self, gradients: SampleGradients, first: int, pending: PendingSquares) -> None:
         """Add the squared gradients of the samples of this batch from number `first` on."""
         if self.sum is None:
-            self.sum = self._zeros.take(gradients)
+            self.sum = self._zeros(gradients)
         first += self._first
         if self.keeper is None:
             gradients.add_squares(self.sum, pending)
@@ -94,18 +101,6 @@ class DiagonalSum:
             gradients.add_squares(self.sum, pending)
             self.keeper.keep(self.kept, first, gradients, self.sum, pending)
 
-    def total(self, parameter: nn.Parameter) -> Tensor | None:
-        """The sum over processes; None if none has got a gradient. It is written to the sum of this process."""
-        mine = None if self.sum is None else (tuple(self.sum.shape), self.sum.dtype)
-        known = next((other for other in gather(mine) if other is not None), None)
-        if known is None:
-            return None
-        if self.sum is None:
-            shape, dtype = known
-            device = torch.device("cpu") if parameter.is_meta else parameter.device
-            self.sum = torch.zeros(shape, dtype=dtype, device=device)
-        return add_up(self.sum)
-
 
 def reduce_diagonals(pairs: Sequence[tuple[nn.Parameter, DiagonalSum]], count: float) -> list[TensorFisher]:
     """The means over the samples of all processes.
@@ -114,8 +109,8 @@ def reduce_diagonals(pairs: Sequence[tuple[nn.Parameter, DiagonalSum]], count: f
         pairs: Parameters and their sums.
         count: What the sums are divided by.
     """
-    totals = [s.total(p) for p, s in pairs]
-    norms, traces = _norms(totals, 2), _norms(totals, 1)  # nothing is negative
+    totals = _totals(pairs)
+    norms, traces = _norms_and_sums(totals)
     shares = torch.cat(gather(_shares([s for _, s in pairs], totals, norms.tolist())), 1)
     # the exact norms are known, so that an error in the level of the estimates need not stay
     level = shares.sum(1)
@@ -123,6 +118,19 @@ def reduce_diagonals(pairs: Sequence[tuple[nn.Parameter, DiagonalSum]], count: f
     sizes = [(p if total is None else total).numel() for (p, _), total in zip(pairs, totals, strict=True)]
     numbers = zip(sizes, (norms / count).tolist(), (traces / count).tolist(), shares, strict=True)
     return [TensorFisher(*row) for row in numbers]
+
+
+def _totals(pairs: Sequence[tuple[nn.Parameter, DiagonalSum]]) -> list[Tensor | None]:
+    """The sums over processes, None where no process has got a gradient. They are written to those of this process."""
+    if count_processes() == 1:
+        return [s.sum for _, s in pairs]
+    mine = [None if s.sum is None else (tuple(s.sum.shape), s.sum.dtype) for _, s in pairs]
+    for (parameter, total), kinds in zip(pairs, zip(*gather(mine), strict=True), strict=True):
+        known = next((kind for kind in kinds if kind is not None), None)
+        if total.sum is None and known is not None:
+            device = torch.device("cpu") if parameter.is_meta else parameter.device
+            total.sum = torch.zeros(known[0], dtype=known[1], device=device)
+    return [None if s.sum is None else add_up(s.sum) for _, s in pairs]
 
 
 def _shares(sums: Sequence[DiagonalSum], totals: Sequence[Tensor | None], norms: Sequence[float]) -> Tensor:
@@ -138,19 +146,19 @@ def _shares(sums: Sequence[DiagonalSum], totals: Sequence[Tensor | None], norms:
     return out
 
 
-def _norms(tensors: Sequence[Tensor | None], order: int) -> Tensor:
-    """The norm of each tensor, float64 on the CPU; 0 for None."""
-    out, some = torch.zeros(len(tensors), dtype=torch.float64), [t for t in tensors if t is not None]
+def _norms_and_sums(tensors: Sequence[Tensor | None]) -> tuple[Tensor, Tensor]:
+    """The norm and the sum of each tensor without negative entries, float64 on the CPU; 0 for None."""
+    out, some = torch.zeros(2, len(tensors), dtype=torch.float64), [t for t in tensors if t is not None]
     if some:
-        found = torch._foreach_norm(some, order, dtype=torch.float64)
-        out[[t is not None for t in tensors]] = _together(found)
-    return out
+        found = [norm for order in (2, 1) for norm in torch._foreach_norm(some, order, dtype=torch.float64)]
+        out[:, [t is not None for t in tensors]] = _together(found).view(2, -1)
+    return out[0], out[1]
 
 
 def _together(tensors: Sequence[Tensor]) -> Tensor:
-    """Tensors of one shape, stacked, float64 on the CPU: one copy instead of many."""
+    """Tensors of one shape, stacked, float64 on the CPU: one copy instead of many, which waits for the device."""
     device = next((t.device for t in tensors if t.device.type != "cpu"), torch.device("cpu"))
-    return torch.stack([t.to(device) for t in tensors]).cpu().double() if tensors else torch.zeros(0)
+    return torch.stack([t.to(device) for t in tensors]).cpu().double()
 
 
 class NormSum:
@@ -170,15 +178,18 @@ class NormSum:
         norms = self._norms[-1] = self._norms[-1].to(gradients.device)
         norms[first : first + gradients.samples] += gradients.squared_norms().double()
 
-    def result(self, parameter: nn.Parameter, count: float) -> TensorFisher:
-        """The mean over the samples of all processes.
+    def mine(self) -> tuple[Tensor, int | None]:
+        """The squared norms of the samples of this process, (N,) float64, and the size of the parameter, if known."""
+        norms = torch.cat([n.cpu() for n in self._norms]) if self._norms else torch.zeros(0, dtype=torch.float64)
+        return norms, self._size
 
-        Args:
-            parameter: The parameter.
-            count: What the sum is divided by.
-        """
-        mine = torch.cat([n.cpu() for n in self._norms]) if self._norms else torch.zeros(0, dtype=torch.float64)
-        parts = gather((mine, self._size))
-        shares = torch.cat([norms for norms, _ in parts])
-        size = next((size for _, size in parts if size is not None), parameter.numel())
-        return TensorFisher(size, float("nan"), float(shares.sum()) / count, shares)
+
+def reduce_norms(pairs: Sequence[tuple[nn.Parameter, NormSum]], count: float) -> list[TensorFisher]:
+    """The means over the samples of all processes, as `reduce_diagonals`."""
+    found = []
+    parts = gather([total.mine() for _, total in pairs])
+    for (parameter, _), of_processes in zip(pairs, zip(*parts, strict=True), strict=True):
+        shares = torch.cat([norms for norms, _ in of_processes])
+        size = next((size for _, size in of_processes if size is not None), parameter.numel())
+        found.append(TensorFisher(size, float("nan"), float(shares.sum()) / count, shares))
+    return found
