@@ -366,8 +366,11 @@ def test_two_hundred_tasks_are_registered_by_their_headers_alone(tmp_path, monke
     assert (stats.tasks, stats.bytes_read, stats.device_bytes, stats.host_bytes) == (200, 0, 0, 0)
 
 
+@pytest.mark.parametrize("readers", [1, 3])
 @pytest.mark.parametrize("method", ["last", "lora"])
-def test_what_is_damaged_fails_alone_and_by_name(method, tasks, tmp_path):
+def test_what_is_damaged_fails_alone_and_by_name(method, readers, tasks, tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "_READERS", readers)
+    monkeypatch.setattr(files, "_WORTH_A_READER", 1)
     folder, answers = tasks
     bank = fill(DeltaBank(base()), folder, ["first", "lora"])
     for name in ("cut", "gone", "swapped", "broken"):

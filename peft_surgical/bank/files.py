@@ -5,16 +5,21 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from peft_surgical.deltas.tensor_files import DTYPES
 
 
 ALIGNMENT = 256  # bytes; what matrix kernels like best
+
+_READERS, _WORTH_A_READER = 4, 2**24
+"""Threads that read a file, at most, and the bytes for which another one is worth its start."""
 
 
 @dataclass(frozen=True)
@@ -110,15 +115,25 @@ class TaskFile:
             ValueError: The file is gone, cut off, or not the one whose header was read.
         """
         data = buffer.numpy()
+        names = list(layout.specs)
+        readers = min(_READERS, 1 + layout.nbytes // _WORTH_A_READER, len(names))
         try:
-            with open(self.path, "rb", buffering=0) as file:
-                if _stamp(file.fileno()) != self._stamp:
-                    raise ValueError("it was changed after the bank read its header")
-                for name, spec in layout.specs.items():
-                    start = layout.offsets[name]
-                    _read_all(file, self._starts[name], data[start : start + spec.nbytes].data)
+            if readers < 2:
+                self._read_some(names, layout, data)
+                return
+            # from the page cache one thread reads at half of what the memory gives, or less
+            with ThreadPoolExecutor(readers) as pool:
+                list(pool.map(lambda n: self._read_some(names[n::readers], layout, data), range(readers)))
         except (OSError, ValueError) as error:
             raise ValueError(f"{self.path} cannot be read ({error}). Copy it again and add the task anew.") from error
+
+    def _read_some(self, names: Sequence[str], layout: Layout, data: np.ndarray) -> None:
+        with open(self.path, "rb", buffering=0) as file:
+            if _stamp(file.fileno()) != self._stamp:
+                raise ValueError("it was changed after the bank read its header")
+            for name in names:
+                start = layout.offsets[name]
+                _read_all(file, self._starts[name], data[start : start + layout.specs[name].nbytes].data)
 
 
 def _stamp(descriptor: int) -> tuple[int, int, int]:

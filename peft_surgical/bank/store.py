@@ -242,13 +242,13 @@ class Store:
         """Fill a buffer on the device: at once where the bytes are the same, else tensor by tensor."""
         if buffer is None:
             buffer = torch.empty(task.layout.nbytes, dtype=torch.uint8, device=self.device)
-        tensors = task.layout.views(buffer)
         is_same = task.is_lossless or task.stored.specs == task.layout.specs
         if host is not None and is_same:
-            buffer.copy_(host, non_blocking=True)
-        elif host is None and is_same and not task.is_lossless and self.device.type == "cpu":
+            buffer.copy_(host, non_blocking=True)  # before all else, which is done meanwhile
+        tensors = task.layout.views(buffer)
+        if host is None and is_same and not task.is_lossless and self.device.type == "cpu":
             task.file.read(task.layout, buffer)
-        else:
+        elif host is None or not is_same:
             stored = {} if host is None else task.stored.views(host)
             for key, entry in task.entries.items():
                 parts = self._read(task, entry) if host is None else {k: stored[k] for k in _stored_keys(entry)}
