@@ -2,8 +2,8 @@
 
     python benchmarks/multi_gpu.py --gpus 1 2 --models bert-large llama-1b --engines ddp fsdp2 --output results.json
 
-Starts one process per GPU with torchrun for each number of GPUs, prints one table last and writes all numbers as JSON.
-Models have random weights; nothing is downloaded.
+Starts one process per GPU with torchrun for each number of GPUs, and models side by side where there are GPUs for it.
+Prints one table last and writes all numbers as JSON. Models have random weights; nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from scaling_tables import METHODS, MODELS, table
 from torch import nn
 
 
-METHODS = ("surgical 5", "plain 5", "SPAFIT-4-9-II", "LoRA-II r=64", "full")
-MODELS = ("bert-tiny", "bert-large", "llama-1b", "llama-7b")
+RANKING = "ranking"
 
 
 def build(name: str, device: torch.device) -> nn.Module:
@@ -134,23 +134,21 @@ def run_worker(args: argparse.Namespace) -> None:
         torch.cuda.set_device(device)
         torch.backends.cuda.matmul.allow_tf32 = True
     dist.init_process_group("nccl" if cuda else "gloo")
-    for model in args.models:
-        for engine in args.engines:
-            for method in args.methods:
-                folder = Path(args.folder, f"{model}-{engine}-{method}".replace(" ", "_"))
+    for work in args.work:
+        model, engine = work.split(":")
+        for method in args.methods if engine != RANKING else [""]:
+            folder = Path(args.folder, f"{model}-{engine}-{method}".replace(" ", "_"))
+            if engine == RANKING:
+                result = measure_ranking(args, model, device)
+            else:
                 result = measure(args, model, engine, method, folder, device)
-                if dist.get_rank() == 0:
-                    folder.mkdir(exist_ok=True)
-                    (folder / "result.json").write_text(json.dumps(result))
-                    print(json.dumps(result), flush=True)
-                gc.collect()
-                if cuda:
-                    torch.cuda.empty_cache()
-        if args.rank_samples:
-            result = measure_ranking(args, model, device)
             if dist.get_rank() == 0:
-                Path(args.folder, f"{model}-ranking.json").write_text(json.dumps(result))
+                folder.mkdir(exist_ok=True)
+                (folder / "result.json").write_text(json.dumps(result))
                 print(json.dumps(result), flush=True)
+            gc.collect()
+            if cuda:
+                torch.cuda.empty_cache()
     dist.barrier()
     dist.destroy_process_group()
 
@@ -270,7 +268,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpus", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--models", nargs="+", default=["bert-large", "llama-1b"], choices=MODELS)
-    parser.add_argument("--engines", nargs="+", default=["ddp", "fsdp2"], choices=["ddp", "fsdp2"])
+    parser.add_argument("--engines", nargs="*", default=["ddp", "fsdp2"], help="ddp, fsdp2; none: only rank")
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS)
     parser.add_argument("--batch", type=int, default=16, help="samples per GPU in the timed steps")
     parser.add_argument("--length", type=int, default=128)
@@ -278,71 +276,51 @@ def main() -> None:
     parser.add_argument("--rank-samples", type=int, default=0, help="also rank the layers on so many samples")
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results/multi_gpu.json"))
     parser.add_argument("--folder", help=argparse.SUPPRESS)  # given when this script calls itself
+    parser.add_argument("--work", nargs="+", help=argparse.SUPPRESS)
+    parser.add_argument("--show", type=Path, help="print the table of a result instead")
     args = parser.parse_args()
+    if args.show:
+        print(table(json.loads(args.show.read_text())))
+        return
     if args.folder:
         run_worker(args)
         return
 
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    engines = [*args.engines, *([RANKING] if args.rank_samples else [])]
+    work = [f"{model}:{engine}" for model in reversed(args.models) for engine in engines]
     results, rankings = [], []
     with tempfile.TemporaryDirectory() as scratch:
         for gpus in args.gpus:
             folder = Path(scratch, str(gpus))
             folder.mkdir()
-            command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={gpus}"]
-            command += ["--standalone", __file__, "--folder", str(folder), "--batch", str(args.batch)]
-            command += ["--length", str(args.length), "--steps", str(args.steps), "--models", *args.models]
-            command += ["--rank-samples", str(args.rank_samples)]
-            command += ["--engines", *args.engines, "--methods", *args.methods]
-            subprocess.run(command, check=True, timeout=1800)
+            run_side_by_side(args, gpus, work, folder)
             for file in sorted(folder.glob("*/result.json")):
                 result = json.loads(file.read_text())
+                if "rank_seconds" in result:
+                    rankings.append(result)
+                    continue
                 first = Path(scratch, str(args.gpus[0]), file.parent.name)
                 results.append({**result, "difference_to_first": difference(first, file.parent)})
-            rankings += [json.loads(file.read_text()) for file in sorted(folder.glob("*-ranking.json"))]
-            args.output.parent.mkdir(parents=True, exist_ok=True)
             args.output.write_text(json.dumps(results + rankings, indent=1))  # so far
-    print_table(results, args.gpus)
-    print_rankings(rankings)
+    print(table(results + rankings))
 
 
-def print_table(results: list[dict], gpus: list[int]) -> None:
-    first = {(r["model"], r["engine"], r["method"]): r for r in results if r["gpus"] == gpus[0]}
-    lora = {
-        (r["model"], r["engine"], r["gpus"]): efficiency(r, first) for r in results if r["method"].startswith("LoRA")
-    }
-    print(f"\n{results[0]['card'] if results else ''}")
-    header = f"{'model':<11}{'engine':<7}{'method':<16}{'GPUs':>5}{'ms/step':>9}{'samples/s':>11}{'efficiency':>11}"
-    print(header + f"{'of LoRA':>9}{'GB/GPU':>8}{'save s':>8}{'difference':>12}")
-    for r in results:
-        own = efficiency(r, first)
-        of_lora = own / lora.get((r["model"], r["engine"], r["gpus"]), float("nan"))
-        change = "-" if r["difference_to_first"] is None else f"{r['difference_to_first']:.1e}"
-        print(
-            f"{r['model']:<11}{r['engine']:<7}{r['method']:<16}{r['gpus']:>5}{1e3 * r['step_seconds']:>9.1f}"
-            f"{r['samples_per_second']:>11.1f}{own:>11.2f}{of_lora:>9.2f}{r['peak_bytes_per_gpu'] / 1e9:>8.2f}"
-            f"{r['save_seconds']:>8.2f}{change:>12}"
-        )
-
-
-def print_rankings(rankings: list[dict]) -> None:
-    first: dict[str, dict] = {}
-    for r in rankings:
-        one = first.setdefault(r["model"], r)
-        change = max(abs(a - b) / abs(b) for a, b in zip(r["scores"], one["scores"], strict=True))
-        share = r["rank_seconds"] / one["rank_seconds"]
-        print(
-            f"{r['model']:<11}ranking on {r['samples']} x {r['length']} tokens, {r['gpus']} GPUs: "
-            f"{r['rank_seconds']:.2f} s, {share:.2f} of {one['gpus']} GPU, scores within {change:.1e}, "
-            f"the same on every process: {r['same_on_every_process']}"
-        )
-
-
-def efficiency(result: dict, first: dict) -> float:
-    """Throughput per GPU against the smallest number of GPUs."""
-    base = first.get((result["model"], result["engine"], result["method"]))
-    if base is None:
-        return float("nan")
-    return result["samples_per_second"] / result["gpus"] / (base["samples_per_second"] / base["gpus"])
+def run_side_by_side(args: argparse.Namespace, gpus: int, work: list[str], folder: Path) -> None:
+    """Do the work with so many processes at a time, as many times side by side as there are GPUs for."""
+    found = torch.cuda.device_count()
+    groups = max(1, min(found // gpus, len(work)))
+    running = []
+    for group in range(groups):
+        command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={gpus}", "--standalone"]
+        command += [__file__, "--folder", str(folder), "--batch", str(args.batch), "--length", str(args.length)]
+        command += ["--steps", str(args.steps), "--rank-samples", str(args.rank_samples), "--methods", *args.methods]
+        command += ["--work", *work[group::groups]]
+        own = ",".join(str(group * gpus + gpu) for gpu in range(gpus))
+        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": own} if found else None
+        running.append(subprocess.Popen(command, env=environment))
+    if any([process.wait(timeout=1800) for process in running]):
+        raise SystemExit("A run failed; its output is above.")
 
 
 if __name__ == "__main__":
