@@ -91,6 +91,7 @@ def test_the_command_line_ranks_tunes_measures_and_saves_once(engine, method, pl
     skip_if_missing(engine)
     folder, output = finished(engine, method)
     assert output.count("Saved in") == 1  # the first process speaks for all
+    assert "find_unused_parameters" not in output  # DDP would say that there is none
     results = json.loads((folder / "metrics.json").read_text())
     assert results["training"]["steps"] == 21  # 54 rows by 2 processes by 4, three times
     measured = evaluate(folder, model=places[0]).metrics
@@ -102,6 +103,16 @@ def test_the_command_line_ranks_tunes_measures_and_saves_once(engine, method, pl
         together = LayerRanking.load(folder / "ranking.json")
         assert together.scores == pytest.approx(alone.scores, rel=1e-4)
         assert results["layers"] == {"encoder": alone.order[:1]}
+
+
+def test_a_ranking_by_itself_is_shown_and_written_once(places, tmp_path):
+    base, data = places
+    options = ["--model", base, "--data", data, "--samples", "20"]
+    output = launch_well("ddp", ["-m", "peft_surgical.cli", "rank", *options, "--output", str(tmp_path / "r.json")])
+    assert output.count("Saved") == 1
+    job = TrainingJob(model=base, data=data, output="", samples=20, select_on="none")
+    alone = rank(prepare(job), job, progress=False)
+    assert LayerRanking.load(tmp_path / "r.json").scores == pytest.approx(alone.scores, rel=1e-4)
 
 
 @pytest.mark.parametrize(

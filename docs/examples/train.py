@@ -75,6 +75,7 @@ training_arguments = TrainingArguments(
     weight_decay=0.01,
     eval_strategy="epoch",
     save_strategy="epoch",
+    ddp_find_unused_parameters=False,  # all that is trained gets a gradient
     report_to=[],
     seed=0,
 )

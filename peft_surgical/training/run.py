@@ -113,7 +113,9 @@ class TrainingRun:
         self.trained_parameters = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
         self.trainer = make_trainer(
             self.model,
-            training_arguments(self.job, len(prepared.train), self.metric if prepared.parts.selection else None),
+            training_arguments(
+                self.job, self.model, len(prepared.train), self.metric if prepared.parts.selection else None
+            ),
             prepared.collator,
             train_dataset=prepared.train,
             eval_dataset=self._encode(prepared.parts.selection),

@@ -47,11 +47,12 @@ def make_trainer(model: nn.Module, arguments: TrainingArguments, collator: Any, 
     return trainer
 
 
-def training_arguments(job: TrainingJob, samples: int, metric: str | None) -> TrainingArguments:
+def training_arguments(job: TrainingJob, model: nn.Module, samples: int, metric: str | None) -> TrainingArguments:
     """The arguments of the Trainer that trains.
 
     Args:
         job: The job.
+        model: The model, made ready to be trained.
         samples: The number of training rows.
         metric: What the best checkpoint is chosen by; None takes the last one.
 
@@ -66,6 +67,10 @@ def training_arguments(job: TrainingJob, samples: int, metric: str | None) -> Tr
             "metric_for_best_model": f"eval_{metric}",
             "greater_is_better": metric != "loss",
         }
+    if job.method != "full":
+        # all that is trained takes part in each step, but for experts that get no token
+        routed = (p.requires_grad and "expert" in name for name, p in model.named_parameters())
+        more["ddp_find_unused_parameters"] = any(routed)
     if job.gradient_checkpointing:
         # not re-entrant: that would need gradients at the bottom of the model, below all layers that are tuned
         more |= {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}

@@ -172,6 +172,7 @@ def make_trainer(
         per_device_train_batch_size=2,
         learning_rate=1e-2,
         optim=optimizer,
+        ddp_find_unused_parameters=False,
         report_to=[],
         disable_tqdm=True,
         dataloader_pin_memory=False,
