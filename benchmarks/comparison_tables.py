@@ -8,7 +8,7 @@ import criteria
 import methods
 import numpy as np
 import plans
-from findings import Results, fewest_layers
+from findings import Difference, Results, fewest_layers
 from jobs import RANDOM_DRAWS
 from table_format import INTERVALS, MISSING, number, points, table
 
@@ -87,7 +87,7 @@ def spafit_against(results: Results) -> str:
     one, two = (methods.spafit_name(2, 4, variant, results.depth) for variant in ("I", "II"))
     strata = [plan for plan in plans.plans("6", results.depth) if plan.startswith("strata")]
     pairs = [("bitfit", "full"), ("lora-I", "full"), ("lora-II", "full"), (one, "lora-I"), (two, "lora-II")]
-    pairs += [(plan, two) for plan in strata]
+    pairs += [*((plan, two) for plan in strata), (f"alternate:{results.k}", "lora-II")]
     return differences_table(
         results, {f"{a.removeprefix('strata-').replace('/', ' by ')} - {b}": (a, b) for a, b in pairs}
     )
@@ -170,6 +170,51 @@ def criteria_rule(results: Results) -> str:
     rows.sort(key=lambda row: (-int(row[1]), -int(row[2])))
     header = ["layers", f"within noise of seeds, of {len(results.tasks)}", "of validation"]
     return table([*header, *(f"minus {rival}" for rival in rivals), "all asked for"], rows)
+
+
+def later_seeds(results: Results) -> str:
+    """What the first seed suggested, on all seeds and on the others alone."""
+    k, later = results.k, results.of_seeds(results.seeds[1:])
+    noisiest, rest = results.without_noisiest(list(criteria_plans(results)))
+    names = {"full": "full", "random": "random", "trial": "best of three", "trial_random": "best of 3 random"}
+    names |= {f"{score}:{k}": score for score in ("alternate", "last", "middle", "fisher")}
+    rivals = ("full", "random", f"last:{k}", f"middle:{k}", f"fisher:{k}")
+    pairs = [(plan, rival) for plan in (f"alternate:{k}", "trial") for rival in rivals]
+    rows = []
+    for plan, other in [*pairs, ("trial", "trial_random"), ("trial_random", "random")]:
+        found = [part.difference(plan, other, tasks) for part in (results, later) for tasks in (results.tasks, rest)]
+        rows.append([f"{names[plan]} - {names[other]}", *map(str, found)])
+    seeds = f"seeds {', '.join(map(str, later.seeds))} alone"
+    return table(["difference", "all seeds", f"without {noisiest}", seeds, f"without {noisiest}"], rows)
+
+
+def best_seed(results: Results) -> str:
+    """The seed that is best on the held-out rows, against the mean over seeds of full tuning."""
+    noisiest, rest = results.without_noisiest(list(criteria_plans(results)))
+    rows = []
+    for plan in ("full", "lora-II", f"alternate:{results.k}"):
+        found = []
+        for tasks in (results.tasks, rest):
+            kept = {task: results.best_seed(plan, task) for task in tasks}
+            ahead = [[100 * (kept[task] - results.mean("full", task))] for task in tasks]
+            found.append(f"{number(Difference(ahead).mean, sign=True)} ± {number(Difference(ahead).over_tasks)}")
+        rows.append([plan, *found])
+    return table([f"best of {len(results.seeds)} seeds of", "minus full ± over tasks", f"without {noisiest}"], rows)
+
+
+def random_draws(results: Results) -> str:
+    """The average of every other layer beside that of each random draw with the same seed."""
+    rows = []
+    for seed in results.seeds:
+        alone = results.of_seeds([seed])
+        fixed, *draws = [
+            alone.average(f"{score}:{results.k}", results.tasks)
+            for score in ("alternate", *(f"random{draw}" for draw in range(RANDOM_DRAWS)))
+        ]
+        ahead = f"{sum(draw > fixed for draw in draws)} of {RANDOM_DRAWS}"
+        rows.append([str(seed), points(fixed, 2), *(points(draw, 2) for draw in sorted(draws, reverse=True)), ahead])
+    header = ["seed", "alternate", "best draw", *(f"draw {n}" for n in range(2, RANDOM_DRAWS + 1)), "draws ahead"]
+    return table(header, rows)
 
 
 def criteria_plans(results: Results) -> dict[str, str]:

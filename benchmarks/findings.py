@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 from collections.abc import Sequence
@@ -59,6 +60,12 @@ class Results:
         named = {key[0] for key in self.runs} | {record["task"] for record in tracked}
         self.tasks = [task for task in tasks.TASKS if task in named]
 
+    def of_seeds(self, seeds: Sequence[int]) -> Results:
+        """The results of some seeds alone."""
+        part = copy.copy(self)
+        part.seeds = list(seeds)
+        return part
+
     def tuning(self, plan: str, task: str, seed: int) -> str | None:
         """What a plan is on a task; None if its ranking is missing."""
         orders = {score: ranking["order"] for score, ranking in self.rankings.get((task, seed), {}).items()}
@@ -83,6 +90,12 @@ class Results:
             if all(run is not None for run in runs):
                 found[seed] = float(np.mean([run["validation"][run["metric"]] for run in runs]))
         return found
+
+    def best_seed(self, plan: str, task: str) -> float:
+        """The metric of the seed that is best on the held-out rows; NaN if there is no run."""
+        runs = [run for seed in self.seeds if (run := self.run(plan, task, seed))]
+        best = max(runs, key=_held_out, default=None)
+        return best["validation"][best["metric"]] if best else math.nan
 
     def mean(self, plan: str, task: str) -> float:
         """The mean over seeds; NaN if there is no run."""

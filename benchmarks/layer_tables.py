@@ -111,19 +111,19 @@ def samples(results: Results) -> str:
 
 def heads(results: Results) -> str:
     """How far the ranking depends on the random head: agreement between pairs of five heads, 100 samples."""
-    rows = []
-    for record in sorted(records.read(results.folder / "samples.jsonl"), key=lambda r: results.tasks.index(r["task"])):
-        found = record["rankings"]
-        if not any(r["kind"] == "head" for r in found):
-            continue
-        cells = []
+    found: dict[str, list[float]] = {}
+    for record in records.read(results.folder / "samples.jsonl"):
         for kind in ("head", "warm head"):
-            scores = [r["scores"] for r in found if r["kind"] == kind]
+            scores = [r["scores"] for r in record["rankings"] if r["kind"] == kind]
             pairs = [agreement(a, b, results.k) for a, b in itertools.combinations(scores, 2)]
-            cells += [number(float(np.mean([p[i] for p in pairs]))) for i in (0, 1)]
-        rows.append([record["task"], *cells])
+            if pairs:
+                found.setdefault(record["task"], []).extend(np.mean(pairs, axis=0))
+    if not found:
+        return ""
+    rows = {task: found[task] for task in results.tasks if task in found}
+    rows["mean"] = list(np.mean(list(rows.values()), axis=0))
     header = ["task", "random heads: tau", f"overlap of {results.k}", "trained heads: tau", f"overlap of {results.k}"]
-    return table(header, rows) if rows else ""
+    return table(header, [[task, *(number(value) for value in values)] for task, values in rows.items()])
 
 
 def tracked(results: Results) -> str:
