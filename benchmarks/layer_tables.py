@@ -32,6 +32,17 @@ def chosen_layers(results: Results) -> str:
     return table(["score", *results.tasks, f"shared by seeds, of {k}"], rows)
 
 
+def how_often(results: Results) -> str:
+    """How often each layer is among the best k by a score, over all tasks and seeds that it was measured with."""
+    rows = []
+    for score in ("fisher", "published_code", "grad_norm", "fisher_warm", "kernel", "rewind", "probe"):
+        measured = {(t, r[score]["seed"]): r[score]["order"] for (t, _), r in results.rankings.items() if score in r}
+        counts = [sum(layer in order[: results.k] for order in measured.values()) for layer in range(results.depth)]
+        if measured:
+            rows.append([score, str(len(measured)), *map(str, counts)])
+    return table(["score", "rankings", *map(str, range(results.depth))], rows)
+
+
 def layer_effects(results: Results) -> str:
     """Which layers help: a linear model of the metric, less the mean of task and seed, over all runs of k layers."""
     rows = []

@@ -85,6 +85,7 @@ TABLES: dict[str, Callable[[Results], str]] = {
     "random-draws": comparisons.random_draws,
     "criteria-by-task": comparisons.criteria_by_task,
     "chosen-layers": layers.chosen_layers,
+    "how-often": layers.how_often,
     "layer-effects": layers.layer_effects,
     "elsa": comparisons.elsa,
     "elsa-fraction": comparisons.elsa_fraction,
