@@ -59,7 +59,8 @@ def labelled(axis: Any, points: Sequence[tuple[float, float, str]], ratio: float
         points: x, y and the name of each.
         ratio: Points whose x differ by no more than this factor have names side by side.
     """
-    gap = 0.035 * (max(y for _, y, _ in points) - min(y for _, y, _ in points))
+    heights = [y for _, y, _ in points]
+    gap = 0.035 * (max(heights, default=0.0) - min(heights, default=0.0))
     placed: list[tuple[float, float]] = []
     for x, y, label in sorted(points, key=lambda point: -point[1]):
         near = [b for a, b in placed if 1 / ratio < a / x < ratio]

@@ -58,7 +58,7 @@ def tasks_as_run(results: Results) -> str:
     """The tasks as they were run, and how far results scatter."""
     rows, k = [], results.k
     compared = [plan for plan in comparisons.criteria_plans(results) if plan.endswith(f":{k}")]
-    for task in results.tasks:
+    for task in (task for task in results.tasks if task in results.sizes):
         size, made = results.sizes[task], tasks.TASKS[task]
         counts = [str(size[name]) for name in ("train", "held_out", "validation")]
         most = f"{100 * size['most_frequent']:.1f}" if size["most_frequent"] else ""
