@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -39,11 +39,13 @@ def untouched(model: nn.Module, seed: int = 0) -> Iterator[None]:
         (True, True)
     """
     modules = list(model.modules())
+    # by place: a module with offloaded weights has other parameter objects after each call
+    parameters = [(m, name, p) for m in modules for name, p in m._parameters.items() if p is not None]
     with ExitStack() as stack:
         # what is entered first is put back last: switching adapters back on changes what requires a gradient
-        stack.enter_context(_same_flags(modules))
+        stack.enter_context(_same_flags(modules, parameters))
         stack.enter_context(_same_buffers(modules))
-        stack.enter_context(same_random_numbers(model, seed))
+        stack.enter_context(same_random_numbers({p.device for _, _, p in parameters}, seed))
         stack.enter_context(_adapters_off(modules))
         stack.enter_context(_no_cache(modules))
         stack.enter_context(torch.inference_mode(False))
@@ -51,24 +53,25 @@ def untouched(model: nn.Module, seed: int = 0) -> Iterator[None]:
         for module in modules:
             if module.training:
                 module.training = False
-            for parameter in module._parameters.values():
-                if parameter is not None and parameter.requires_grad:
-                    parameter.requires_grad_(False)
+        for _, _, parameter in parameters:
+            if parameter.requires_grad:
+                parameter.requires_grad_(False)
         yield
 
 
 @contextmanager
-def _same_flags(modules: Sequence[nn.Module]) -> Iterator[None]:
-    training = [(module, module.training) for module in modules]
-    # by place: a module with offloaded weights has other parameter objects after each call
-    requiring = [(m, name, p.requires_grad) for m in modules for name, p in m._parameters.items() if p is not None]
+def _same_flags(
+    modules: Sequence[nn.Module], parameters: Sequence[tuple[nn.Module, str, nn.Parameter]]
+) -> Iterator[None]:
+    training = [module.training for module in modules]
+    requiring = [parameter.requires_grad for _, _, parameter in parameters]
     try:
         yield
     finally:
-        for module, flag in training:
+        for module, flag in zip(modules, training, strict=True):
             if module.training != flag:
                 module.training = flag
-        for module, name, flag in requiring:
+        for (module, name, _), flag in zip(parameters, requiring, strict=True):
             parameter = module._parameters[name]
             if parameter is not None and parameter.requires_grad != flag:
                 parameter.requires_grad_(flag)
@@ -93,13 +96,12 @@ def _same_buffers(modules: Sequence[nn.Module]) -> Iterator[None]:
 
 
 @contextmanager
-def same_random_numbers(model: nn.Module, seed: int) -> Iterator[None]:
+def same_random_numbers(devices: Iterable[torch.device], seed: int) -> Iterator[None]:
     """A context that seeds the global random number generators and puts their state back."""
     python, numpy = random.getstate(), np.random.get_state()
-    places = {p.device for module in model.modules() for p in module._parameters.values() if p is not None}
-    devices = sorted(place.index or 0 for place in places if place.type == "cuda")
+    cuda = sorted(device.index or 0 for device in devices if device.type == "cuda")
     try:
-        with torch.random.fork_rng(devices=devices):
+        with torch.random.fork_rng(devices=cuda):
             torch.manual_seed(seed)
             random.seed(seed)
             np.random.seed(seed % 2**32)

@@ -39,6 +39,8 @@ def find_owners(model: nn.Module, parameters: Iterable[nn.Parameter]) -> dict[nn
     wanted = {id(p) for p in parameters}
     owners = {}
     for module in model.modules():
+        if not module._parameters and not module._buffers:
+            continue
         own = {name: p for name, p in own_parameters(module) if id(p) in wanted}
         if own:
             owners[module] = own
