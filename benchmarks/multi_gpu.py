@@ -17,113 +17,81 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from scaling_models import adapt, build
 from scaling_tables import METHODS, MODELS, table
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from peft_surgical.layers import choose_stack
 
 
 RANKING = "ranking"
+RATE = 1e-2
 
 
-def build(name: str, device: torch.device) -> nn.Module:
-    """A model with random weights, made on the device; the same on every process."""
-    from transformers import BertConfig, BertForSequenceClassification, LlamaConfig, LlamaForCausalLM
+@dataclass
+class Training:
+    """How an engine trains a model: a step, and the tensors of all processes."""
 
-    torch.manual_seed(0)
-    bert = {
-        "bert-tiny": {"hidden_size": 64, "num_hidden_layers": 12, "num_attention_heads": 2, "intermediate_size": 128},
-        "bert-large": {
-            "hidden_size": 1024,
-            "num_hidden_layers": 24,
-            "num_attention_heads": 16,
-            "intermediate_size": 4096,
-        },
-    }
-    llama = {
-        "llama-1b": {
-            "hidden_size": 2048,
-            "intermediate_size": 8192,
-            "num_hidden_layers": 16,
-            "num_attention_heads": 32,
-        },
-        "llama-7b": {
-            "hidden_size": 4096,
-            "intermediate_size": 11008,
-            "num_hidden_layers": 32,
-            "num_attention_heads": 32,
-        },
-    }
-    with device:
-        if name in bert:
-            return BertForSequenceClassification(BertConfig(**bert[name], num_labels=2)).to(device)
-        torch.set_default_dtype(torch.bfloat16)
-        model = LlamaForCausalLM(LlamaConfig(**llama[name], vocab_size=32000))
-        torch.set_default_dtype(torch.float32)
-    return model.to(device)
+    step: Callable[[dict[str, torch.Tensor]], None]
+    gather: Callable[[], dict[str, torch.Tensor]]
 
 
-def adapt(model: nn.Module, name: str, method: str) -> nn.Module:
-    """The model with a method's adapter; for `full` the model itself with everything trainable."""
-    from peft import LoraConfig, get_peft_model
-
-    from peft_surgical import StratifiedConfig, SurgicalConfig
-    from peft_surgical.layers import choose_stack
-
-    task = "SEQ_CLS" if name.startswith("bert") else "CAUSAL_LM"
-    attention = ["query", "key", "value", "attention.output.dense"]
-    attention = attention if task == "SEQ_CLS" else ["q_proj", "k_proj", "v_proj", "o_proj"]
-    same_dtype = {"autocast_adapter_dtype": False}  # one dtype per unit, for every engine and method alike
-    torch.manual_seed(1)
-    if method == "full":
-        return model
-    if method in ("surgical 5", "plain 5"):  # five layers over the whole depth; plain: frozen by requires_grad alone
-        depth = len(choose_stack(model))
-        layers = [round(i * (depth - 1) / 4) for i in range(5)]
-        if method == "plain 5":
-            model.requires_grad_(False)
-            for layer in layers:
-                choose_stack(model).layers[layer].module.requires_grad_(True)
-            if task == "SEQ_CLS":
-                model.classifier.requires_grad_(True)
-            return model
-        return get_peft_model(model, SurgicalConfig(task_type=task, layers=layers), **same_dtype)
-    if method == "SPAFIT-4-9-II":
-        if task == "SEQ_CLS":
-            config = StratifiedConfig.spafit("SPAFIT-4-9-II", task_type=task, r=64, lora_alpha=128)
-        else:  # no biases in Llama: the middle stratum tunes the norms
-            depth = len(choose_stack(model))
-            strata = [
-                {"layers": "0-4", "tune": "frozen"},
-                {"layers": "5-9", "tune": "norm"},
-                {"layers": f"10-{depth - 1}", "tune": "lora", "target_modules": attention, "bias": "none"},
-            ]
-            config = StratifiedConfig(task_type=task, strata=strata, r=64, lora_alpha=128)
-        return get_peft_model(model, config, **same_dtype)
-    return get_peft_model(
-        model, LoraConfig(task_type=task, r=64, lora_alpha=128, target_modules=attention), **same_dtype
-    )
-
-
-def shard(model: nn.Module, engine: str, device: torch.device) -> nn.Module:
+def start_training(model: nn.Module, engine: str, device: torch.device, batch: int) -> Training:
+    """Let an engine train a model by SGD: no state, for what is compared is the engines and the methods."""
+    if engine == "zero3":
+        return start_deepspeed(model, batch)
     if engine == "ddp":
         ids = [device.index] if device.type == "cuda" else None
-        return nn.parallel.DistributedDataParallel(model, device_ids=ids)
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
+        sharded: nn.Module = nn.parallel.DistributedDataParallel(model, device_ids=ids)
+    else:
+        mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+        for layer in choose_stack(model).layers:
+            fully_shard(layer.module, mesh=mesh)
+        sharded = fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=RATE)
 
-    from peft_surgical.layers import choose_stack
+    def step(inputs: dict[str, torch.Tensor]) -> None:
+        optimizer.zero_grad()
+        sharded(**inputs).loss.backward()
+        optimizer.step()
 
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    for layer in choose_stack(model).layers:
-        fully_shard(layer.module, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
+    def gather() -> dict[str, torch.Tensor]:
+        return {k: v.full_tensor() if hasattr(v, "full_tensor") else v for k, v in model.state_dict().items()}
+
+    return Training(step, gather)
 
 
-def gathered(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {k: v.full_tensor() if hasattr(v, "full_tensor") else v for k, v in model.state_dict().items()}
+def start_deepspeed(model: nn.Module, batch: int) -> Training:
+    """The same by ZeRO-3. The copies of parameters that its optimizer steps are float32."""
+    import deepspeed
+
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    config = {
+        "train_micro_batch_size_per_gpu": batch,
+        "bf16": {"enabled": trainable[0].dtype == torch.bfloat16},
+        "zero_optimization": {"stage": 3},
+        "zero_allow_untested_optimizer": True,
+    }
+    optimizer = torch.optim.SGD(trainable, lr=RATE)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+
+    def step(inputs: dict[str, torch.Tensor]) -> None:
+        engine.backward(engine(**inputs).loss)
+        engine.step()
+
+    def gather() -> dict[str, torch.Tensor]:
+        with deepspeed.zero.GatheredParameters(list(model.parameters())):
+            return {k: v.detach().cpu() for k, v in model.state_dict().items()}
+
+    return Training(step, gather)
 
 
 def run_worker(args: argparse.Namespace) -> None:
@@ -162,20 +130,14 @@ def measure(
     for module in adapter.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0  # so that any number of processes computes the same
-    model = shard(adapter, engine, device)
-    trainable = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.SGD(trainable, lr=1e-2)  # no state: what is compared is the engines and the methods
+    trainable = sum(p.numel() for p in adapter.parameters() if p.requires_grad)
+    training = start_training(adapter, engine, device, args.batch)
     generator = torch.Generator().manual_seed(2)
 
     def batch(rows: slice) -> dict[str, torch.Tensor]:
         ids = torch.randint(1000, 30000, (args.batch, args.length), generator=generator)
         labels = torch.randint(0, 2, (args.batch,), generator=generator) if name.startswith("bert") else ids
         return {"input_ids": ids[rows].to(device), "labels": labels[rows].to(device)}
-
-    def step(inputs: dict[str, torch.Tensor]) -> None:
-        optimizer.zero_grad()
-        model(**inputs).loss.backward()
-        optimizer.step()
 
     def clock() -> float:
         if cuda:
@@ -185,22 +147,22 @@ def measure(
 
     share = args.batch // world
     for _ in range(3):
-        step(batch(slice(rank * share, (rank + 1) * share)))
+        training.step(batch(slice(rank * share, (rank + 1) * share)))
     started = clock()
-    state = gathered(model.module if engine == "ddp" else model)
+    state = training.gather()
     if rank == 0 and hasattr(adapter, "peft_config"):
         adapter.save_pretrained(folder, state_dict=state)
     saving = clock() - started
     del state
 
     inputs = batch(slice(0, args.batch))  # weak scaling: each process a full batch
-    step(inputs)
+    training.step(inputs)
     if cuda:
         torch.cuda.reset_peak_memory_stats()
     times = []
     for _ in range(args.steps):
         started = clock()
-        step(inputs)
+        training.step(inputs)
         times.append(clock() - started)
     peak = torch.tensor([torch.cuda.max_memory_allocated() if cuda else 0], dtype=torch.float64, device=device)
     dist.all_reduce(peak, op=dist.ReduceOp.MAX)
@@ -215,7 +177,7 @@ def measure(
         "step_seconds": statistics.median(times),
         "samples_per_second": world * args.batch / statistics.median(times),
         "peak_bytes_per_gpu": peak.item(),
-        "trainable_parameters": sum(p.numel() for p in trainable),
+        "trainable_parameters": trainable,
         "save_seconds": saving,
     }
 
@@ -268,7 +230,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpus", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--models", nargs="+", default=["bert-large", "llama-1b"], choices=MODELS)
-    parser.add_argument("--engines", nargs="*", default=["ddp", "fsdp2"], help="ddp, fsdp2; none: only rank")
+    parser.add_argument("--engines", nargs="*", default=["ddp", "fsdp2"], help="ddp, fsdp2, zero3; none: only rank")
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS)
     parser.add_argument("--batch", type=int, default=16, help="samples per GPU in the timed steps")
     parser.add_argument("--length", type=int, default=128)
