@@ -83,8 +83,8 @@ class DenseGradients(SampleGradients):
 
     def __init__(self, gradients: Tensor):
         self.gradients = gradients
-        self.samples, *shape = gradients.shape
-        self.shape = tuple(shape)
+        shape = gradients.shape
+        self.samples, self.shape = shape[0], shape[1:]
 
     @property
     def example(self) -> Tensor:

@@ -64,9 +64,10 @@ class LayerZeros:
             parts = dict(zip(self._sizes, whole.split(list(self._sizes.values())), strict=True))
             self._parts[device, dtype] = parts
         part = parts.pop(key, None)
-        if part is None or len(part) < gradients.size:  # a quantised weight
+        size = gradients.size
+        if part is None or part.numel() < size:  # a quantised weight
             return new_sum(gradients)
-        return part[: gradients.size].view(gradients.sum_shape)
+        return (part if part.numel() == size else part[:size]).view(gradients.sum_shape)
 
 
 class DiagonalSum:
