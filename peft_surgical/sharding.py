@@ -103,8 +103,8 @@ def shard_by_layer(accelerator: Any, model: nn.Module) -> None:
         model: The model, with or without adapters.
 
     Raises:
-        ValueError: Under FSDP1, the model has no module of a class that the launch names, or it has adapters of one of
-            PEFT's own methods, which would lose their tensors.
+        ValueError: Under FSDP1, the model has no module of a class that the launch names, a unit would have parameters
+            of two dtypes, or there are adapters of one of PEFT's own methods, which would lose their tensors.
 
     Example:
 
@@ -129,10 +129,25 @@ def shard_by_layer(accelerator: Any, model: nn.Module) -> None:
                 "such module. Leave it out: the classes of the layers are found."
             )
         units = {classes[name] for name in plugin.transformer_cls_names_to_wrap}
+        _check_dtypes(model, [module for module in model.modules() if type(module) in units])
         policy = partial(transformer_auto_wrap_policy, transformer_layer_cls=units)
         # one that stays: when training starts, Trainer puts PEFT's in its place, and has no option not to
         stays = {"auto_wrap_policy": property(lambda self: policy, lambda self, other: None)}
         plugin.__class__ = type(type(plugin).__name__, (type(plugin),), stays)
+
+
+def _check_dtypes(model: nn.Module, units: list[nn.Module]) -> None:
+    """Refuse what FSDP1 cannot make one flat tensor of."""
+    inside = [{id(parameter) for parameter in unit.parameters()} for unit in units]
+    outside = {id(parameter) for parameter in model.parameters()}.difference(*inside)
+    for members in [*inside, outside]:
+        dtypes = {str(p.dtype).removeprefix("torch.") for p in model.parameters() if id(p) in members}
+        if len(dtypes) > 1:
+            raise ValueError(
+                f"FSDP1 needs one dtype in each unit, and this model has {' and '.join(sorted(dtypes))} in one. Use "
+                "FSDP2; or make the adapters with autocast_adapter_dtype=False; or load the base in float32 and set "
+                "mixed_precision: bf16."
+            )
 
 
 def _check_saved_whole(model: nn.Module) -> None:
