@@ -10,7 +10,7 @@ from tiny_task import BAD, GOOD, WORDS, save_base
 from typer.testing import CliRunner
 
 from peft_surgical.cli import app
-from peft_surgical.commands import demo, demo_data
+from peft_surgical.commands import demo, demo_data, demo_run
 from peft_surgical.commands.demo_swap import Swapped
 
 
@@ -41,8 +41,8 @@ def tiny_demo(tmp_path, monkeypatch):
     encoder = save_base(tmp_path / "encoder", hidden_size=128, intermediate_size=384)
     monkeypatch.setattr(demo_data, "encoder_folder", lambda: encoder)
     monkeypatch.setattr(demo_data, "read_tweets", tweets)
-    monkeypatch.setattr(demo, "QUICK", demo.Scale(train=240, validation=60, epochs=4, samples=12, head_seeds=2))
-    monkeypatch.setattr(demo, "LEARNING_RATES", {"head": 1e-4, "surgical": 3e-3, "last": 3e-3, "spafit": 3e-3})
+    monkeypatch.setattr(demo, "QUICK", demo_run.Scale(train=240, validation=60, epochs=4, samples=12, head_seeds=2))
+    monkeypatch.setattr(demo_run, "LEARNING_RATES", {"head": 1e-4, "surgical": 3e-3, "last": 3e-3, "spafit": 3e-3})
     monkeypatch.setenv("COLUMNS", "110")
 
     def run(*options, code=0):
@@ -107,7 +107,7 @@ def test_swaps_that_go_wrong_are_counted(tiny_demo, tmp_path, monkeypatch):
 
 
 def test_a_head_that_is_as_good_fails_the_check(tiny_demo, monkeypatch):
-    monkeypatch.setattr(demo, "LEARNING_RATES", {"head": 1e-4, "surgical": 1e-9, "last": 1e-9, "spafit": 1e-9})
+    monkeypatch.setattr(demo_run, "LEARNING_RATES", {"head": 1e-4, "surgical": 1e-9, "last": 1e-9, "spafit": 1e-9})
     assert "✗ FAILED: sentiment: two tuned layers beat the head alone" in tiny_demo(code=1)
 
 

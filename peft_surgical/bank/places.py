@@ -20,7 +20,8 @@ from peft_surgical.bank.place import Place, Slot
 from peft_surgical.bank.store import Task
 from peft_surgical.bank.structure import Units
 from peft_surgical.deltas.adapter_files import PREFIX, method_of
-from peft_surgical.modules.tuned_module import TunedModule, TunedOwner
+from peft_surgical.modules.tuned_module import TunedModule
+from peft_surgical.modules.tuned_owner import TunedOwner
 from peft_surgical.stratified.layers import StratifiedModule
 
 

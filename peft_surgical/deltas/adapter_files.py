@@ -16,7 +16,8 @@ from peft.utils import SAFETENSORS_WEIGHTS_NAME
 
 from peft_surgical.deltas.encoded_tensors import decode_tensors, encoding_of, group_parts
 from peft_surgical.deltas.tensor_files import TensorFile, download
-from peft_surgical.modules.tuned_module import TunedModule, TunedOwner
+from peft_surgical.modules.tuned_module import TunedModule
+from peft_surgical.modules.tuned_owner import TunedOwner
 from peft_surgical.stratified.layers import StratifiedModule
 from peft_surgical.tuners.config import DeltaConfig
 

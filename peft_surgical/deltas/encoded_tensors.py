@@ -15,7 +15,8 @@ from torch import nn
 
 from peft_surgical.deltas.encoding import Shape, difference
 from peft_surgical.deltas.encodings import ENCODINGS, find_encoding
-from peft_surgical.modules.tuned_module import TunedModule, TunedOwner
+from peft_surgical.modules.tuned_module import TunedModule
+from peft_surgical.modules.tuned_owner import TunedOwner
 
 
 SEPARATOR = ":"

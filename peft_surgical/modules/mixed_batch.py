@@ -124,7 +124,7 @@ def _add_adapter_names(module: nn.Module, args: tuple, kwargs: dict, adapter_nam
 
 
 def _check(tuner: Any, used: Sequence[str]) -> None:
-    from peft_surgical.modules.tuned_module import TunedOwner
+    from peft_surgical.modules.tuned_owner import TunedOwner
 
     if tuner.training:
         raise ValueError("Cannot pass `adapter_names` when the model is in training mode.")

@@ -15,7 +15,7 @@ import torch
 from peft.tuners.tuners_utils import BaseTunerLayer, check_adapters_to_merge
 from torch import nn
 
-from peft_surgical.modules.direct import DIRECT, has_hooks
+from peft_surgical.modules.direct import direct_output
 from peft_surgical.modules.mixed_batch import forward_by_rows
 from peft_surgical.modules.tuned_tensors import TunedNormTensors, TunedTensors
 from peft_surgical.modules.twin import FunctionalModule, twin
@@ -127,7 +127,7 @@ class TunedModule(nn.Module, BaseTunerLayer):
 
     def forward(self, *args: Any, adapter_names: Sequence[str] | None = None, **kwargs: Any) -> Any:
         if adapter_names is None and len(args) == 1 and not kwargs:
-            out = self._direct_output(args[0])
+            out = direct_output(self, args[0])
             if out is not None:
                 return out
         if self.disable_adapters and self.merged:
@@ -135,34 +135,6 @@ class TunedModule(nn.Module, BaseTunerLayer):
         if adapter_names is not None and not self.disable_adapters:
             return forward_by_rows(self, adapter_names, args, kwargs)
         return self.module_in_use()(*args, **kwargs)
-
-    def _direct_output(self, x: torch.Tensor) -> torch.Tensor | None:
-        """The output with the copies of the one active adapter, if that is all there is to a call of the module.
-
-        This is the path of nearly all calls, and written for speed: it reads the tables of PyTorch's modules.
-        """
-        base: Any = self._modules.get("base_layer")
-        compute = DIRECT.get(type(base))
-        active = self._active_adapter
-        if compute is None or self._disable_adapters or self.merged_adapters or len(active) != 1 or has_hooks(base):
-            return None
-        copies: Any = self._modules[self.adapter_layer_names[0]]._modules.get(active[0])  # type: ignore[union-attr]
-        own = base._parameters
-        if copies is None or own.get("weight") is None:  # FSDP1 takes parameters out of the tables
-            return None
-        tensors = []
-        for name in ("weight", "bias"):
-            tensor = copies._parameters.get(name)
-            if tensor is None:
-                tensor = own[name]
-            else:
-                dtype = (own["weight"] if own[name] is None else own[name]).dtype
-                if tensor.dtype is not dtype:
-                    if not torch.is_grad_enabled():
-                        return None  # the other path keeps the cast copy
-                    tensor = tensor.to(dtype)
-            tensors.append(tensor)
-        return compute(base, x, *tensors)
 
     def module_in_use(self) -> Any:
         """What computes at present: the active adapters' twin, or the base."""
@@ -321,43 +293,3 @@ class TunedModule(nn.Module, BaseTunerLayer):
 
     def __repr__(self) -> str:
         return "surgical." + super().__repr__()
-
-
-class TunedOwner(TunedModule):
-    """Tunes the parameters that a transformer layer owns itself, e.g. the layer scales of BEiT.
-
-    The layer must keep its class and place, for gradient checkpointing and sharding rely on both. So it is not
-    wrapped: this module becomes its child, and the layer's `forward` is called with the twin as `self`.
-    """
-
-    child_name = "own_tensors"
-
-    def _set_base_layer(self, base_layer: nn.Module) -> None:
-        if "forward" in base_layer.__dict__:
-            raise ValueError(
-                f"The forward of a {type(base_layer).__name__} was replaced on the instance (device_map hooks do so), "
-                "so the parameters that the layer owns itself cannot be tuned. Load the model without device_map, or "
-                "leave them out with exclude_modules."
-            )
-        object.__setattr__(self, "base_layer", base_layer)  # not a child: the layer is the parent
-
-    @classmethod
-    def attach(cls, layer: nn.Module, adapter_name: str, names: Sequence[str], **options: Any) -> TunedOwner:
-        """Make it a child of the layer and route the layer's forward through it."""
-        owner = cls(layer, adapter_name, names, **options)
-        layer.add_module(cls.child_name, owner)
-        layer.__dict__["forward"] = owner.forward
-        return owner
-
-    def detach(self) -> None:
-        """Undo `attach`."""
-        del self.base_layer.__dict__["forward"]
-        delattr(self.base_layer, self.child_name)
-
-    def forward(self, *args: Any, adapter_names: Sequence[str] | None = None, **kwargs: Any) -> Any:
-        if self.disable_adapters and self.merged:
-            self.unmerge()
-        return type(self.base_layer).forward(self.module_in_use(), *args, **kwargs)
-
-    def _needs_functional_call(self) -> bool:
-        return False  # it would call the layer's forward, which comes here

@@ -12,7 +12,8 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn
 
-from peft_surgical.modules.tuned_module import TunedModule, TunedOwner
+from peft_surgical.modules.tuned_module import TunedModule
+from peft_surgical.modules.tuned_owner import TunedOwner
 
 
 def units(path: str, module: nn.Module) -> Iterator[tuple[str, list[str]]]:

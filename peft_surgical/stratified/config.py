@@ -13,7 +13,7 @@ from typing import Any
 
 from peft import LoraConfig
 
-from peft_surgical.layers import plain_spec
+from peft_surgical.layer_specs import plain_spec
 from peft_surgical.registration import add_peft_type
 from peft_surgical.stratified.attention_names import VARIANTS
 from peft_surgical.stratified.strata import BIASES, check_depth_marks, check_form

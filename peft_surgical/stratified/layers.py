@@ -14,7 +14,8 @@ from peft.tuners.lora import layer as lora
 from peft.tuners.tuners_utils import check_adapters_to_merge
 from torch import nn
 
-from peft_surgical.modules.tuned_module import TunedModule, TunedOwner
+from peft_surgical.modules.tuned_module import TunedModule
+from peft_surgical.modules.tuned_owner import TunedOwner
 from peft_surgical.modules.units import zero_bias
 
 

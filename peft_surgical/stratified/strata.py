@@ -11,7 +11,8 @@ from typing import Any
 
 from torch import nn
 
-from peft_surgical.layers import Layer, Stack, choose_stack, describe_stacks, find_stacks, layer_indices, unwrap
+from peft_surgical.layer_specs import layer_indices
+from peft_surgical.layers import Layer, Stack, choose_stack, describe_stacks, find_stacks, unwrap
 from peft_surgical.stratified.attention_names import attention_names
 
 

@@ -21,8 +21,9 @@ from peft.utils.save_and_load import _insert_adapter_name_into_state_dict
 from torch import nn
 
 from peft_surgical.deltas.encoded_tensors import decode_state
-from peft_surgical.layers import LayerSpec
-from peft_surgical.modules.tuned_module import TunedModule, TunedOwner
+from peft_surgical.layer_specs import LayerSpec
+from peft_surgical.modules.tuned_module import TunedModule
+from peft_surgical.modules.tuned_owner import TunedOwner
 from peft_surgical.modules.units import innermost_tuned
 from peft_surgical.tuners.adapter_state import live_tensors
 from peft_surgical.tuners.tuner import DeltaTuner

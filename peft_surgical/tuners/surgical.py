@@ -17,10 +17,12 @@ from peft.tuners.tuners_utils import (
 )
 from torch import nn
 
-from peft_surgical.layers import Layer, LayerSpec, plain_layers, plain_spec, resolve_layers, unwrap
+from peft_surgical.layer_specs import LayerSpec, plain_spec
+from peft_surgical.layers import Layer, plain_layers, resolve_layers, unwrap
 from peft_surgical.modules.dequantised_module import DequantisedModule
 from peft_surgical.modules.quantised import can_be_dequantised, is_quantised
-from peft_surgical.modules.tuned_module import TunedModule, TunedOwner
+from peft_surgical.modules.tuned_module import TunedModule
+from peft_surgical.modules.tuned_owner import TunedOwner
 from peft_surgical.modules.units import bottom, innermost_tuned, matches_any, own_tensor_names, units
 from peft_surgical.registration import add_peft_type, load_on_cpu, register_hotswap, register_method
 from peft_surgical.tuners.config import DeltaConfig

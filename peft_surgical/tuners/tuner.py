@@ -23,7 +23,8 @@ from peft_surgical.deltas.base_check import (
 )
 from peft_surgical.modules.mixed_batch import adapter_names_in_forward
 from peft_surgical.modules.tied_weights import note_untied
-from peft_surgical.modules.tuned_module import TunedModule, TunedOwner
+from peft_surgical.modules.tuned_module import TunedModule
+from peft_surgical.modules.tuned_owner import TunedOwner
 from peft_surgical.modules.units import innermost_tuned, matches_any, original_tensor
 from peft_surgical.sharding import check_not_prepared
 from peft_surgical.tuners.adapter_state import live_tensors

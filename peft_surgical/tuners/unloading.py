@@ -10,7 +10,7 @@ from peft.utils.other import AuxiliaryTrainingWrapper, _get_submodules
 from tqdm import tqdm
 
 from peft_surgical.modules.tied_weights import admit_untied_embeddings, forget_originals
-from peft_surgical.modules.tuned_module import TunedOwner
+from peft_surgical.modules.tuned_owner import TunedOwner
 
 
 def unload(tuner: Any, merge: bool, progressbar: bool, safe_merge: bool, adapter_names: list[str] | None) -> Any:
