@@ -9,7 +9,7 @@ is the time of the process, which other processes do not add to; give it one thr
 answers of each task's own model. Files are in the page cache. Copies of as many bytes are measured
 in the same run. Registering two hundred tasks and switching a compiled model are measured too.
 
-Writes `results/swap_cost-<device>.json` and prints the table.
+Writes `results/swap_cost-<device>.json` after each way, and prints the table at the end.
 """
 
 from __future__ import annotations
@@ -163,12 +163,12 @@ def main() -> None:
             "registering": register(bench),
             "ways": [],
         }
+        file = result_file(options.output, "swap_cost")
+        record["compiling"] = compile_once(bench)
         for way in ways(bench):
             record["ways"].append(measure(bench, *way, options.seconds))
+            file.write_text(json.dumps(record, indent=1) + "\n")  # so far
             gc.collect()
-        record["compiling"] = compile_once(bench)
-    file = result_file(options.output, "swap_cost")
-    file.write_text(json.dumps(record, indent=1) + "\n")
     print(f"\n{table(record)}\n\nwritten to {os.path.relpath(file)}")
 
 
