@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import criteria
 import numpy as np
 import pandas as pd
 import records
 from findings import Results, agreement, samples_frame
-from jobs import TRACKED
+from jobs import RANDOM_DRAWS, TRACKED
 from table_format import INTERVALS, MISSING, number, points, table
 
 
@@ -45,36 +45,75 @@ def how_often(results: Results) -> str:
 
 def layer_effects(results: Results) -> str:
     """Which layers help: a linear model of the metric, less the mean of task and seed, over all runs of k layers."""
-    rows = []
-    for (task, tuning, seed), run in results.runs.items():
-        if (match := re.fullmatch(r"layers-([\d.]+)", tuning)) and match[1].count(".") == results.k - 1:
-            inside = {int(n) for n in match[1].split(".")}
-            rows.append(
-                [task, seed, 100 * run["validation"][run["metric"]]]
-                + [float(i in inside) for i in range(results.depth)]
-            )
-    if not rows:
+    frame, layers = _runs_of_k_layers(results), list(range(results.depth))
+    if frame.empty:
         return ""
-    frame = pd.DataFrame(rows, columns=["task", "seed", "value", *range(results.depth)])
-    generator = np.random.default_rng(0)
-    drawn = [_effects(frame, generator.choice(results.tasks, len(results.tasks)), results.depth) for _ in range(1000)]
-    low, high = np.quantile(drawn, (0.025, 0.975), axis=0)
+    effects, drawn = _effects(frame, results.tasks, layers)
+    low, high = np.quantile(drawn - drawn.mean(1, keepdims=True), (0.025, 0.975), axis=0)
     return table(
-        ["layer", *map(str, range(results.depth))],
+        ["layer", *map(str, layers)],
         [
-            [f"points, {len(rows)} runs", *(f"{e:+.1f}" for e in _effects(frame, results.tasks, results.depth))],
+            [f"points, {len(frame)} runs", *(f"{e:+.1f}" for e in effects - effects.mean())],
             ["95 % over tasks", *(f"{a:+.1f} to {b:+.1f}" for a, b in zip(low, high, strict=True))],
         ],
     )
 
 
-def _effects(frame: pd.DataFrame, chosen: Sequence[str], depth: int) -> np.ndarray:
-    """The effect of each layer, less their mean, on tasks that may be named several times."""
-    groups = [group for task in chosen for _, group in frame[frame["task"] == task].groupby("seed")]
-    parts = [group.drop(columns=["task", "seed"]) for group in groups]
-    centred = pd.concat([part - part.mean() for part in parts])
-    effect = np.linalg.pinv(centred[list(range(depth))].to_numpy()) @ centred["value"].to_numpy()
-    return effect - effect.mean()
+def neighbours(results: Results) -> str:
+    """What each pair of neighbours among k layers adds to the metric, in the same model, with 95 % over tasks."""
+    frame, layers = _runs_of_k_layers(results), list(range(results.depth))
+    noisiest, rest = results.without_noisiest([f"random{draw}:{results.k}" for draw in range(RANDOM_DRAWS)])
+    rows = []
+    for name, part, columns in (
+        ("all runs", frame, ["pairs"]),
+        ("all runs, beside the effects of the layers", frame, ["pairs", *layers]),
+        ("random draws alone", frame[frame["random"]], ["pairs"]),
+    ):
+        cells = []
+        for tasks in (results.tasks, rest):
+            effects, drawn = _effects(part, tasks, columns)
+            low, high = np.quantile(drawn[:, 0], (0.025, 0.975))
+            cells.append(f"{effects[0]:+.1f} ({low:+.1f} to {high:+.1f})")
+        rows.append([f"{name}, {len(part)}", *cells])
+    return table(["points for each pair of neighbours", "all tasks", f"without {noisiest}"], rows)
+
+
+def _runs_of_k_layers(results: Results) -> pd.DataFrame:
+    """The runs that tune k layers: task, seed, metric in points, whether a random draw, neighbours, and each layer."""
+    rows = []
+    for (task, tuning, seed), run in results.runs.items():
+        match = re.fullmatch(r"layers-([\d.]+)", tuning)
+        if match and match[1].count(".") == results.k - 1:
+            inside = [int(n) for n in match[1].split(".")]
+            drawn = {results.tuning(f"random{draw}:{results.k}", task, seed) for draw in range(RANDOM_DRAWS)}
+            pairs = sum(b - a == 1 for a, b in itertools.pairwise(inside))
+            record = {"task": task, "seed": seed, "value": 100 * run["validation"][run["metric"]], "pairs": pairs}
+            rows.append(record | {"random": tuning in drawn} | {i: float(i in inside) for i in range(results.depth)})
+    return pd.DataFrame(rows)
+
+
+def _effects(frame: pd.DataFrame, tasks: Sequence[str], columns: Sequence[Hashable]) -> tuple[np.ndarray, np.ndarray]:
+    """The effect of each column on the metric, less the mean of task and seed, by least squares.
+
+    Args:
+        frame: The runs.
+        tasks: Those of these tasks count.
+        columns: The columns.
+
+    Returns:
+        The effects, (columns,), and those on 1,000 draws of as many tasks, (1000, columns).
+    """
+    squares, products = [], []
+    for task in tasks:
+        rows = frame[frame["task"] == task]
+        numbers = rows[[*columns, "value"]].astype(float)
+        centred = (numbers - numbers.groupby(rows["seed"]).transform("mean")).to_numpy()
+        squares.append(centred[:, :-1].T @ centred[:, :-1])
+        products.append(centred[:, :-1].T @ centred[:, -1])
+    drawn = np.random.default_rng(0).integers(len(tasks), size=(1000, len(tasks)))
+    samples = [np.arange(len(tasks)), *drawn]
+    found = [np.linalg.pinv(sum(squares[i] for i in s)) @ sum(products[i] for i in s) for s in samples]
+    return found[0], np.array(found[1:])
 
 
 def published(results: Results) -> str:

@@ -87,6 +87,7 @@ TABLES: dict[str, Callable[[Results], str]] = {
     "chosen-layers": layers.chosen_layers,
     "how-often": layers.how_often,
     "layer-effects": layers.layer_effects,
+    "neighbours": layers.neighbours,
     "elsa": comparisons.elsa,
     "elsa-fraction": comparisons.elsa_fraction,
     "published": layers.published,

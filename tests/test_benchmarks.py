@@ -31,7 +31,8 @@ NAMES = "criteria jobs methods models plans plots probes records run scheduler t
 criteria, jobs, methods, models, plans, plots, probes, records, run, scheduler, tables, tangent_kernels = (
     __import__(name) for name in NAMES.split()
 )
-findings, tasks, training, warm_start = map(__import__, ("findings", "tasks", "training", "warm_start"))
+findings, layer_tables, tasks = map(__import__, ("findings", "layer_tables", "tasks"))
+training, warm_start = map(__import__, ("training", "warm_start"))
 
 WORDS = [f"w{i}" for i in range(90)]
 
@@ -425,6 +426,22 @@ def test_intervals_are_students_over_tasks_and_welchs_over_seeds():
     assert (two.mean - two.over_seeds, two.mean + two.over_seeds) == pytest.approx([x / 2 for x in over_seeds])
     assert np.isnan(findings.Difference([[1.0], [2.0, 3.0]]).over_seeds)
     assert np.isnan(findings.Difference([[], [2.0, 3.0]]).mean)
+
+
+def test_effects_are_what_dummies_for_tasks_and_seeds_give():
+    rng = np.random.default_rng(0)
+    frame = pd.DataFrame({"task": ["a", "b", "c"] * 20, "seed": [0] * 30 + [1] * 30, "pairs": rng.integers(0, 4, 60)})
+    frame[3] = rng.integers(0, 2, 60).astype(float)
+    frame["value"] = (
+        2.0 * frame["pairs"] - frame[3] + rng.normal(size=60) + frame["task"].map({"a": 5, "b": 0, "c": 9})
+    )
+    found, drawn = layer_tables._effects(frame, ["a", "b", "c"], ["pairs", 3])
+    dummies = pd.get_dummies(frame["task"] + frame["seed"].astype(str)).to_numpy(float)
+    full = np.hstack([frame[["pairs", 3]].to_numpy(float), dummies])
+    assert found == pytest.approx(np.linalg.lstsq(full, frame["value"].to_numpy(), rcond=None)[0][:2])
+    assert drawn.shape == (1000, 2)
+    alone = [layer_tables._effects(frame, [task], ["pairs", 3])[0] for task in "abc"]
+    assert all(np.abs(drawn - one).sum(1).min() < 1e-9 for one in alone)  # a draw may name one task three times
 
 
 def test_a_trial_keeps_what_is_best_on_held_out_rows(tmp_path):
