@@ -35,6 +35,7 @@ import tasks
 import torch
 import training
 import transformers
+from delta_tables import TASKS, table
 from device import device_name, result_file
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
@@ -44,7 +45,6 @@ from peft_surgical.deltas.distillation import distil_scales
 from peft_surgical.stratified.attention_names import attention_names
 
 
-TASKS = ("rte", "cola", "mrpc", "sst2")
 ENCODINGS = ("values", "lossless", "bf16", "int8", "int4", "sign", "sign, distilled")
 WANTED = {"int8": 0.2, "int4": 0.5, "sign, distilled": 1.0}
 """How many points an encoding may cost."""
@@ -298,51 +298,6 @@ def main() -> None:
     if not rows:
         raise SystemExit("Nothing was done in time. Give it more --seconds.")
     print(f"\n{table(json.loads(file.read_text()))}\n\nwritten to {os.path.relpath(file)}")
-
-
-def table(record: dict[str, Any]) -> str:
-    """The results as a table in Markdown."""
-    rows = record["rows"]
-    names = [name for name in TASKS if any(row["task"] == name for row in rows)]
-    names += sorted({row["task"] for row in rows} - set(names))
-    metric = {row["task"]: row["metric"] for row in rows}
-    seeds = {name: len({row["seed"] for row in rows if row["task"] == name}) for name in names}
-    plain = sum(_mean(rows, "surgical, values", name, "bytes") for name in names) / len(names)
-    shorter = "".join(
-        f", at most {record[key]} {what}"
-        for key, what in (("rows_at_most", "rows of a split"), ("epochs_at_most", "epochs"))
-        if record[key]
-    )
-    counts = ", ".join(f"{name} {seeds[name]}" for name in names)
-    lines = [
-        f"{record['model']}, surgical: the best {record['layers']} layers by Fisher{shorter}; on {record['device']}. "
-        f"Signs are distilled on {record['distil_rows']} rows. Points on the validation rows, means over the seeds "
-        f"({counts}); behind them, the change from `values`.",
-        "",
-        "| | MB | of `values` | write ms | load ms | "
-        + " | ".join(f"{name}, {metric[name]}" for name in names)
-        + " | mean change |",
-        "|---|" + "---:|" * (5 + len(names)),
-    ]
-    for took in record["times"]:
-        form = took["form"]
-        size = sum(_mean(rows, form, name, "bytes") for name in names) / len(names)
-        points = [_mean(rows, form, name, "points") for name in names]
-        changes = [p - _mean(rows, "surgical, values", n, "points") for p, n in zip(points, names, strict=True)]
-        is_encoded = form.startswith("surgical") and form != "surgical, values"
-        cells = [f"{p:.1f}" + (f" ({c:+.2f})" if is_encoded else "") for p, c in zip(points, changes, strict=True)]
-        mean = f"{statistics.mean(changes):+.2f}" if is_encoded else ""
-        numbers = [
-            f"{size / 1e6:.2f}",
-            f"{size / plain:.3f}",
-            *(f"{1e3 * took[what]:.0f}" for what in ("write", "load")),
-        ]
-        lines.append(f"| {' | '.join([form, *numbers, *cells, mean])} |")
-    return "\n".join(lines)
-
-
-def _mean(rows: list[dict[str, Any]], form: str, task: str, what: str) -> float:
-    return statistics.mean(row[what] for row in rows if row["form"] == form and row["task"] == task)
 
 
 if __name__ == "__main__":

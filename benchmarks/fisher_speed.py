@@ -14,7 +14,6 @@ before. The error is the largest relative error of a layer's score, against floa
 from __future__ import annotations
 
 import argparse
-import ctypes
 import gc
 import importlib.metadata
 import json
@@ -23,7 +22,7 @@ import os
 import re
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -33,6 +32,7 @@ import torch
 import transformers
 from fisher_cases import LENGTH, MODELS, SAMPLES, SETTINGS, Setting, build_case
 from fisher_checks import check, exact_scores
+from fisher_clock import Clock
 from fisher_methods import (
     Case,
     Method,
@@ -137,42 +137,6 @@ def reference(case: Case) -> list[float]:
 
 
 # ---- measuring
-
-
-class Clock:
-    """Time and memory on one device: wall time on a GPU, processor time on a CPU, which others may share."""
-
-    def __init__(self, device: str):
-        self.gpu = device == "cuda"
-
-    def measure(self, run: Callable[[], object]) -> tuple[float, float, object]:
-        """Returns seconds, the peak of memory in MiB above that at the start, and what `run` returned."""
-        gc.collect()
-        before = self._start()
-        start = self._now()
-        result = run()
-        if self.gpu:
-            torch.cuda.synchronize()
-        return self._now() - start, (self._peak() - before) / 2**20, result
-
-    def _now(self) -> float:
-        return time.perf_counter() if self.gpu else time.process_time()
-
-    def _start(self) -> int:
-        if self.gpu:
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
-            return torch.cuda.memory_allocated()
-        ctypes.CDLL(None).malloc_trim(0)  # give back what is free, or the next method gets it for nothing
-        Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
-        return self._status("VmRSS")
-
-    def _peak(self) -> int:
-        return torch.cuda.max_memory_allocated() if self.gpu else self._status("VmHWM")
-
-    def _status(self, key: str) -> int:
-        line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key))
-        return int(line.split()[1]) * 1024
 
 
 def add_rounds(setting: Setting, before: list[Row], more: str, deadline: float) -> None:

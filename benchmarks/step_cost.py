@@ -17,7 +17,6 @@ Writes `results/step_cost-<device>.json` and prints one table at the end.
 from __future__ import annotations
 
 import argparse
-import copy
 import gc
 import importlib.metadata
 import json
@@ -25,21 +24,17 @@ import os
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from peft import LoraConfig, get_peft_model
+from step_methods import Method, methods
 from torch import nn
 from transformers import BertConfig, BertForSequenceClassification
 from transformers.utils import logging as transformers_logging
 
-from peft_surgical import StratifiedConfig, SurgicalConfig
 
-
-ATTENTION = {"I": ["query", "key", "value"], "II": ["query", "key", "value", "attention.output.dense"]}
 SIZES = {
     "tiny": {"hidden_size": 64, "num_hidden_layers": 12, "num_attention_heads": 2, "intermediate_size": 128},
     "small": {"hidden_size": 384, "num_hidden_layers": 12, "num_attention_heads": 6, "intermediate_size": 1536},
@@ -47,106 +42,6 @@ SIZES = {
     "large": {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096},
 }
 PRECISIONS = ("fp32", "tf32", "bf16")
-RANK, ALPHA = 64, 128  # Arora & Wang (2024), section 4
-
-
-# ---- the methods
-
-
-@dataclass(frozen=True)
-class Method:
-    """A way of fine-tuning, made in place on a fresh model.
-
-    Args:
-        name: What the table calls it.
-        make: Makes a model ready to be trained.
-        plain: The same without this package, if this is one of its methods.
-    """
-
-    name: str
-    make: Callable[[nn.Module], nn.Module]
-    plain: Callable[[nn.Module], nn.Module] | None = None
-
-
-def methods(depth: int) -> list[Method]:
-    """The methods that are compared on a model of `depth` layers."""
-    first = depth // 4
-    surgical = [first + i * depth // 8 for i in range(5)]
-    last = list(range(depth - 6, depth))
-    return [
-        Method("full fine-tuning", lambda model: model),
-        _spafit("SPAFIT-4-9-II", 4, 9, "II", depth),
-        _spafit("SPAFIT-8-12-I", 8, 12, "I", depth),
-        Method("PEFT LoRA-II", lambda model: _stock_lora(model, "II", range(depth))),
-        Method("full BitFit", lambda model: _ours(model, StratifiedConfig.full_bitfit()), _plain_biases(range(depth))),
-        Method(
-            f"surgical top 5 {surgical}",
-            lambda model: _ours(model, SurgicalConfig(layers=surgical)),
-            _plain_layers(surgical),
-        ),
-        Method("last 6", lambda model: _ours(model, SurgicalConfig(layers="last:6")), _plain_layers(last)),
-    ]
-
-
-def _spafit(name: str, n1: int, n2: int, variant: str, depth: int) -> Method:
-    """A model of the paper; with fewer than its 24 layers, the same shares of the depth."""
-    n1, n2 = ((n + 1) * depth // 24 - 1 for n in (n1, n2))
-    config = StratifiedConfig.spafit(f"SPAFIT-{n1}-{n2}-{variant}", r=RANK, lora_alpha=ALPHA)
-    label = name if depth == 24 else f"{name} (as {n1}-{n2} of {depth})"
-
-    def plain(model: nn.Module) -> nn.Module:
-        model = _stock_lora(model, variant, range(n2 + 1, depth))
-        for parameter, name in _layer_parameters(model):
-            index, inside = name
-            in_attention = inside.startswith("attention.")
-            if inside.endswith("bias") and (n1 < index <= n2 or (index > n2 and not in_attention)):
-                parameter.requires_grad_(True)
-        return model
-
-    return Method(label, lambda model: _ours(model, copy.deepcopy(config)), plain)
-
-
-def _ours(model: nn.Module, config: StratifiedConfig | SurgicalConfig) -> nn.Module:
-    config.task_type = "SEQ_CLS"
-    return get_peft_model(model, config)
-
-
-def _stock_lora(model: nn.Module, variant: str, layers: range) -> nn.Module:
-    config = LoraConfig(
-        task_type="SEQ_CLS",
-        r=RANK,
-        lora_alpha=ALPHA,
-        target_modules=ATTENTION[variant],
-        layers_to_transform=list(layers),
-    )
-    return get_peft_model(model, config)
-
-
-def _plain_biases(layers: range) -> Callable[[nn.Module], nn.Module]:
-    return _plain(lambda index, inside: index in layers and inside.endswith("bias"))
-
-
-def _plain_layers(layers: list[int]) -> Callable[[nn.Module], nn.Module]:
-    return _plain(lambda index, inside: index in layers)
-
-
-def _plain(is_trained: Callable[[int, str], bool]) -> Callable[[nn.Module], nn.Module]:
-    def make(model: nn.Module) -> nn.Module:
-        model.requires_grad_(False)
-        model.classifier.requires_grad_(True)
-        for parameter, (index, inside) in _layer_parameters(model):
-            parameter.requires_grad_(is_trained(index, inside))
-        return model
-
-    return make
-
-
-def _layer_parameters(model: nn.Module) -> Iterator[tuple[nn.Parameter, tuple[int, str]]]:
-    for name, parameter in model.named_parameters():
-        _, in_layer, rest = name.partition(".encoder.layer.")
-        if in_layer and "lora_" not in name:
-            index, _, inside = rest.partition(".")
-            yield parameter, (int(index), inside.replace(".base_layer", ""))
 
 
 # ---- measuring
