@@ -17,6 +17,14 @@ from peft_surgical.training.metrics import compute_metrics
 from peft_surgical.training.processes import runs_on_cpu, this_process
 
 
+class JointTrainer(Trainer):
+    """A Trainer whose checkpoints are complete only when each of the processes has written its part."""
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        super()._save_rng_state(output_dir)
+        this_process().wait_for_everyone()  # the first process writes the last file next
+
+
 def make_trainer(model: nn.Module, arguments: TrainingArguments, collator: Any, **options: Any) -> Trainer:
     """A Trainer that computes the metrics of the task and shows nothing by itself.
 
@@ -29,7 +37,7 @@ def make_trainer(model: nn.Module, arguments: TrainingArguments, collator: Any, 
     Returns:
         The Trainer.
     """
-    trainer = Trainer(
+    trainer = JointTrainer(
         model=model,
         args=arguments,
         data_collator=partial(collator),  # not the collator itself, of which Trainer would save the tokenizer

@@ -10,12 +10,21 @@ import functools
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from transformers import Trainer
 
 from peft_surgical.cli import app
+
+
+def wait_for(file: Path, seconds: float = 30) -> None:
+    """Wait until another process has written a file."""
+    end = time.monotonic() + seconds
+    while not file.exists() and time.monotonic() < end:
+        time.sleep(0.01)
 
 
 def dying_at(call: int, method: Callable[..., Any]) -> Callable[..., Any]:
@@ -27,6 +36,8 @@ def dying_at(call: int, method: Callable[..., Any]) -> Callable[..., Any]:
         nonlocal calls
         calls += 1
         if calls == call:
+            if method.__name__ == "_save_optimizer_and_scheduler":
+                wait_for(Path(args[1]) / "adapter_model.safetensors")
             os.kill(os.getpid(), signal.SIGKILL)
         return method(*args, **kwargs)
 
