@@ -80,7 +80,6 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
         ("fsdp2", "spafit"),
         ("fsdp2", "head"),
         ("fsdp1", "surgical"),
-        ("fsdp1", "spafit"),
         ("fsdp1", "head"),
         ("zero2", "surgical"),
         ("zero3", "surgical"),
