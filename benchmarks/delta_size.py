@@ -36,7 +36,7 @@ import torch
 import training
 import transformers
 from delta_tables import TASKS, table
-from device import device_name, result_file
+from device import device_name, parse_options, result_file
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 
@@ -256,12 +256,7 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=1, help="tasks and seeds at a time; 0: in this process")
     parser.add_argument("--seconds", type=float, default=1e9, help="what is not done by then is left out")
     parser.add_argument("--cache", type=Path, default=Path(tempfile.gettempdir()) / "peft_surgical_tasks")
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results")
-    parser.add_argument("--show", type=Path, help="print the table of a result instead")
-    options = parser.parse_args()
-    if options.show:
-        print(table(json.loads(options.show.read_text())))
-        return
+    options = parse_options(parser, table)
     if options.model is None or options.data is None:
         parser.error("name the model and the data")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")

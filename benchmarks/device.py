@@ -1,7 +1,10 @@
-"""What the benchmarks of swapping run on, as tables and files of results name it."""
+"""What benchmarks run on, as tables and files of results name it, and where their results go."""
 
 from __future__ import annotations
 
+import argparse
+import json
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -18,6 +21,22 @@ def device_name() -> str:
     model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "CPU")
     threads = torch.get_num_threads()
     return f"{model}, {threads} thread{'s' * (threads > 1)}"
+
+
+def parse_options(parser: argparse.ArgumentParser, table: Callable[[dict], str]) -> argparse.Namespace:
+    """The command line, with the options that benchmarks have in common; `--show` prints a result and ends.
+
+    Args:
+        parser: Knows the benchmark's own options.
+        table: Makes the table of a result.
+    """
+    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results", help="a folder")
+    parser.add_argument("--show", type=Path, help="print the table of a result instead")
+    options = parser.parse_args()
+    if options.show:
+        print(table(json.loads(options.show.read_text())))
+        parser.exit()
+    return options
 
 
 def result_file(folder: Path, benchmark: str) -> Path:

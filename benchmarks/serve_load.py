@@ -36,7 +36,7 @@ from typing import Any
 import torch
 import transformers
 import uvicorn
-from device import device_name, result_file
+from device import device_name, parse_options, result_file
 from fastapi import FastAPI
 from peft import PeftModel, get_peft_model
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -241,12 +241,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=2000 if cuda else 500, help="at most, for each service")
     parser.add_argument("--seconds", type=float, default=20.0, help="at most, for each service")
     parser.add_argument("--folder", type=Path, help="where the files go; a temporary folder by default")
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results")
-    parser.add_argument("--show", type=Path, help="print the table of a result instead")
-    options = parser.parse_args()
-    if options.show:
-        print(table(json.loads(options.show.read_text())))
-        return
+    options = parse_options(parser, table)
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     logging.disable(logging.WARNING)

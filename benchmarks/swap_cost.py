@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 import transformers
-from device import device_name, result_file
+from device import device_name, parse_options, result_file
 from safetensors.torch import load_file
 from swap_ways import LAYERS, SIZES, WEIGHTS, Bench, Way, fill_bank, prepare, ways
 
@@ -140,12 +140,7 @@ def main() -> None:
     parser.add_argument("--size", choices=SIZES, default="base")
     parser.add_argument("--seconds", type=float, default=1.0, help="how long each way is timed")
     parser.add_argument("--folder", type=Path, help="where the files go; a temporary folder by default")
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results")
-    parser.add_argument("--show", type=Path, help="print the table of a result instead")
-    options = parser.parse_args()
-    if options.show:
-        print(table(json.loads(options.show.read_text())))
-        return
+    options = parse_options(parser, table)
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     warnings.simplefilter("ignore")  # of libraries to one another
