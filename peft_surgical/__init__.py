@@ -12,9 +12,10 @@ from peft_surgical.ranking.comparison import compare_rankings
 from peft_surgical.ranking.rank import LayerRanking, rank_layers
 from peft_surgical.ranking.scores import register_score
 from peft_surgical.stratified.model import StratifiedConfig, StratifiedModel
+from peft_surgical.surgical.config import SurgicalConfig
+from peft_surgical.surgical.model import SurgicalModel
 from peft_surgical.tuners.best_adapter import BestAdapterCallback
 from peft_surgical.tuners.hotswap import prepare_model_for_hotswap
-from peft_surgical.tuners.surgical import SurgicalConfig, SurgicalModel
 
 
 __version__ = "0.1.0"

@@ -13,7 +13,8 @@ from peft_surgical.deltas.base_check import check_base, check_tensors, describe_
 from peft_surgical.layers import find_stacks
 from peft_surgical.modules.tuned_module import TunedModule
 from peft_surgical.modules.tuned_owner import TunedOwner
-from peft_surgical.tuners.surgical import SurgicalConfig, SurgicalModel
+from peft_surgical.surgical.config import SurgicalConfig
+from peft_surgical.surgical.model import SurgicalModel
 from peft_surgical.tuners.task_heads import head_names, head_shapes, label_settings
 
 

@@ -20,7 +20,7 @@ from peft_surgical.deltas.encoded_tensors import encode_tensor
 from peft_surgical.deltas.movement import Movement, measure_movement, relative_distance
 from peft_surgical.deltas.tensor_files import Checkpoint, TensorWriter
 from peft_surgical.layers import describe_stacks, find_stacks
-from peft_surgical.tuners.surgical import SurgicalConfig
+from peft_surgical.surgical.config import SurgicalConfig
 from peft_surgical.tuners.task_heads import head_names, label_settings
 
 

@@ -17,6 +17,7 @@ from peft_surgical.layer_specs import plain_spec
 from peft_surgical.registration import add_peft_type
 from peft_surgical.stratified.attention_names import VARIANTS
 from peft_surgical.stratified.strata import BIASES, check_depth_marks, check_form
+from peft_surgical.surgical.config import as_ranking
 from peft_surgical.tuners.config import DeltaConfig
 
 
@@ -221,9 +222,7 @@ class StratifiedConfig(DeltaConfig, LoraConfig):
             {'layers': [0], 'tune': 'frozen'}
         """
         if not hasattr(ranking, "order"):
-            from peft_surgical.tuners.surgical import _as_ranking
-
-            ranking = _as_ranking(ranking)
+            ranking = as_ranking(ranking)
         strata = strata_by_ranking(ranking, {"full": full, "lora": lora, "bitfit": bitfit, "norm": norm})
         options.setdefault("ranking_record", ranking.to_dict())
         return cls(strata=strata, **options)

@@ -32,8 +32,8 @@ from peft_surgical.stratified.layers import StratifiedModule, StratifiedOwner, m
 from peft_surgical.stratified.strata import plain_strata, resolve_strata, unite_strata
 from peft_surgical.stratified.stratum_tensors import check_choice, choose
 from peft_surgical.tuners.hotswap import swap_in
-from peft_surgical.tuners.surgical import _is_excluded
-from peft_surgical.tuners.tuner import DeltaTuner, _Matching
+from peft_surgical.tuners.matching import Matching, is_excluded
+from peft_surgical.tuners.tuner import DeltaTuner
 from peft_surgical.tuners.weighted import add_weighted_adapter
 from peft_surgical.tuners.weighted_lora import LoraCombination
 
@@ -68,7 +68,7 @@ class StratifiedModel(DeltaTuner, LoraModel):  # type: ignore[misc]
             return {}
 
         def is_left_out(path: str) -> bool:
-            return matches_any(path, config.modules_to_save) or _is_excluded(path, config)
+            return matches_any(path, config.modules_to_save) or is_excluded(path, config)
 
         strata = resolve_strata(model, config)
         choice = choose(strata, is_left_out)
@@ -177,9 +177,7 @@ class StratifiedModel(DeltaTuner, LoraModel):  # type: ignore[misc]
             return check_target_module_exists(peft_config, key)
         if key in peft_config._units or key in peft_config._lora:
             return True
-        found = check_target_module_exists(
-            _Matching([], peft_config.exclude_modules, peft_config.modules_to_save), key
-        )
+        found = check_target_module_exists(Matching([], peft_config.exclude_modules, peft_config.modules_to_save), key)
         return found if isinstance(found, _ExcludedModule) else False
 
     def _create_and_replace(  # type: ignore[override]

@@ -15,7 +15,7 @@ from peft_surgical.modules.units import Owner, base_modules, bottom, original_te
 from peft_surgical.stratified.attention_names import linear_names
 from peft_surgical.stratified.bias_terms import addable_bias, bias_terms, is_norm
 from peft_surgical.stratified.strata import Stratum
-from peft_surgical.tuners.tuner import _Matching
+from peft_surgical.tuners.matching import Matching
 
 
 @dataclass
@@ -146,7 +146,7 @@ def _is_target(path: str, module: nn.Module, stratum: Stratum) -> bool:
     targets = stratum.target_modules
     if targets == "all-linear":
         return isinstance(module, (nn.Linear, Conv1D))
-    matching = _Matching(list(targets) if isinstance(targets, tuple) else targets, None, None)
+    matching = Matching(list(targets) if isinstance(targets, tuple) else targets, None, None)
     return bool(check_target_module_exists(matching, path))
 
 

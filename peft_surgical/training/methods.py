@@ -12,8 +12,8 @@ from torch import nn
 
 from peft_surgical.ranking.rank import LayerRanking
 from peft_surgical.stratified.config import StratifiedConfig
+from peft_surgical.surgical.config import SurgicalConfig
 from peft_surgical.training import spafit
-from peft_surgical.tuners.surgical import SurgicalConfig
 
 
 if TYPE_CHECKING:

@@ -1,1 +1,1 @@
-"""Surgical fine-tuning as a method of PEFT, and what it shares with the stratified method."""
+"""What both methods share as methods of PEFT: adding, saving, loading, switching and unloading adapters."""

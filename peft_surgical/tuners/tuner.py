@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,6 +28,7 @@ from peft_surgical.modules.units import innermost_tuned, matches_any, original_t
 from peft_surgical.sharding import check_not_prepared
 from peft_surgical.tuners.adapter_state import live_tensors
 from peft_surgical.tuners.gradient_checkpointing import BackwardStart
+from peft_surgical.tuners.matching import Matching
 from peft_surgical.tuners.report import TuningReport, tuning_report
 from peft_surgical.tuners.saved_state import SavedState
 from peft_surgical.tuners.task_heads import apply_label_settings, head_names, head_shapes, label_settings, resize_heads
@@ -118,7 +118,7 @@ class DeltaTuner(SavedState, BaseTuner):
             return True
         if peft_config.target_modules is None and not peft_config.exclude_modules:
             return False
-        found = check_target_module_exists(_Matching.of(peft_config), key)
+        found = check_target_module_exists(Matching.of(peft_config), key)
         return found if found is not True and not found else False  # keeps PEFT's marker of an excluded module
 
     def _create_and_replace(  # type: ignore[override]
@@ -295,19 +295,3 @@ class DeltaTuner(SavedState, BaseTuner):
         adapter_names: list[str] | None = None,
     ) -> Any:
         return unload(self, merge, progressbar, safe_merge, adapter_names)
-
-
-@dataclass
-class _Matching:
-    """The fields of a config that PEFT's matching of names reads."""
-
-    target_modules: Any
-    exclude_modules: Any
-    modules_to_save: Any
-    target_parameters: Any = None
-    layers_to_transform: Any = None
-    layers_pattern: Any = None
-
-    @classmethod
-    def of(cls, config: Any) -> _Matching:
-        return cls(config.target_modules or [], config.exclude_modules, config.modules_to_save)
