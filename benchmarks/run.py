@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -57,7 +58,7 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", required=True, help="a folder, or a name on the hub")
     parser.add_argument("--data", type=Path, required=True, help="the folder with glue/ and superglue/")
     parser.add_argument("--results", type=Path, help=f"default: {RESULTS}/MODEL")
-    parser.add_argument("--cache", type=Path, default=Path("/tmp/peft_surgical_tasks"), help="tokenised tasks")
+    parser.add_argument("--cache", type=Path, default=Path(tempfile.gettempdir()) / "peft_surgical_tasks")
     parser.add_argument("--tasks", nargs="+", default=list(tasks.TASKS), choices=tasks.TASKS)
     parser.add_argument("--questions", nargs="+", default=["1", "6", "8", "5", "3"])
     parser.add_argument("--scores", nargs="+", help="for rank; default: all")
