@@ -16,7 +16,7 @@ from peft import LoraConfig
 from peft_surgical.layer_specs import plain_spec
 from peft_surgical.registration import add_peft_type
 from peft_surgical.stratified.attention_names import VARIANTS
-from peft_surgical.stratified.strata import BIASES, check_depth_marks, check_form
+from peft_surgical.stratified.strata_form import BIASES, check_depth_marks, check_form
 from peft_surgical.surgical.config import as_ranking
 from peft_surgical.tuners.config import DeltaConfig
 
