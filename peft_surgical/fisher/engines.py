@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 
@@ -33,7 +34,7 @@ from peft_surgical.layers import find_stacks
 logger = logging.getLogger(__name__)
 
 
-class Engine:
+class Engine(ABC):
     """Adds up batches, then gives the results layer by layer.
 
     Args:
@@ -49,19 +50,19 @@ class Engine:
         self.log = SampleLog()
         self.heard = False
 
+    @abstractmethod
     def run(self, progress: Progress) -> None:
         """Go through the batches."""
-        raise NotImplementedError
 
+    @abstractmethod
     def results(self, count: float) -> Iterable[dict[str, TensorFisher]]:
         """For each layer the diagonal Fisher of its parameters.
 
         Args:
             count: What the sums over all processes are divided by.
         """
-        raise NotImplementedError
 
-    def check(self) -> None:
+    def check(self) -> None:  # noqa: B027  most engines leave nothing
         """Check the gradients of the last batch, as far as that has been left for after the results.
 
         Raises:
@@ -83,9 +84,9 @@ class _SummingEngine(Engine):
             self.add(batch)
             progress.advance(len(batch))
 
+    @abstractmethod
     def add(self, batch: Batch) -> None:
         """Add a batch."""
-        raise NotImplementedError
 
     def results(self, count: float) -> Iterable[dict[str, TensorFisher]]:
         return self.sums.results(count)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -48,9 +49,9 @@ class DeltaTuner(SavedState, BaseTuner):
 
     # ---- before the model is changed
 
+    @abstractmethod
     def _choose_tensors(self, config: Any, model: nn.Module) -> dict[str, list[str]]:
         """The tensors that get a copy: their names by the path of the module that owns them."""
-        raise NotImplementedError
 
     def _prepare_adapter_config(self, peft_config: Any, model_config: dict) -> Any:
         return peft_config  # no method here has default modules by model type
@@ -277,9 +278,9 @@ class DeltaTuner(SavedState, BaseTuner):
         """
         add_weighted_adapter(self, adapters, weights, adapter_name, combination_type, density, majority_sign_method)
 
+    @abstractmethod
     def _unite_choice(self, united: Any, configs: Sequence[Any]) -> None:
         """Make a config choose what any of several configs chooses."""
-        raise NotImplementedError
 
     def tuning_report(self) -> TuningReport:
         """What is trained at present, layer by layer, and how far down the backward pass goes."""
