@@ -245,17 +245,16 @@ class Store:
         is_same = task.is_lossless or task.stored.specs == task.layout.specs
         if host is not None and is_same:
             buffer.copy_(host, non_blocking=True)  # before all else, which is done meanwhile
-        tensors = task.layout.views(buffer)
-        if host is None and is_same and not task.is_lossless and self.device.type == "cpu":
+        elif host is None and is_same and not task.is_lossless and self.device.type == "cpu":
             task.file.read(task.layout, buffer)
-        elif host is None or not is_same:
-            stored = {} if host is None else task.stored.views(host)
+        else:
+            stored, tensors = {} if host is None else task.stored.views(host), task.layout.views(buffer)
             for key, entry in task.entries.items():
                 parts = self._read(task, entry) if host is None else {k: stored[k] for k in _stored_keys(entry)}
                 tensors[key].copy_(self._decode(entry, parts, self.device), non_blocking=True)
         if host is None:
             self.traffic.bytes_read += task.stored.nbytes
-        return Resident(tensors, buffer)
+        return Resident(task.layout.views(buffer), buffer)
 
     def _read(self, task: Task, entry: Entry) -> dict[str, torch.Tensor]:
         """The parts of one tensor, read from the file."""
