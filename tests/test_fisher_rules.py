@@ -19,7 +19,7 @@ from peft_surgical.fisher.batches import Batch
 from peft_surgical.fisher.diagonal import layer_fisher
 from peft_surgical.fisher.log_likelihood import make_objective
 from peft_surgical.fisher.pending_squares import PendingSquares
-from peft_surgical.fisher.rules import RULES, find_rule, gain, is_gain, register_rule, rms_norm
+from peft_surgical.fisher.rules import RULES, find_rule, gain, register_rule, rms_norm, try_gain
 from peft_surgical.fisher.sample_gradients import (
     DenseGradients,
     ProductGradients,
@@ -161,7 +161,7 @@ def test_layer_scales_and_shifts_are_recognized(cls):
 
 @pytest.mark.parametrize("module", [Power(4), Mixing(4), nn.PReLU(4), nn.Bilinear(4, 4, 4)])
 def test_other_modules_are_not_taken_for_scales(module):
-    assert not is_gain(module)
+    assert try_gain(module) is None
     assert find_rule(module) is None
 
 

@@ -45,7 +45,7 @@ def untouched(model: nn.Module, seed: int = 0) -> Iterator[None]:
         # what is entered first is put back last: switching adapters back on changes what requires a gradient
         stack.enter_context(_same_flags(modules, parameters))
         stack.enter_context(_same_buffers(modules))
-        stack.enter_context(same_random_numbers({p.device for _, _, p in parameters}, seed))
+        stack.enter_context(same_random_numbers((p for _, _, p in parameters), seed))
         stack.enter_context(_adapters_off(modules))
         stack.enter_context(_no_cache(modules))
         stack.enter_context(torch.inference_mode(False))
@@ -96,9 +96,10 @@ def _same_buffers(modules: Sequence[nn.Module]) -> Iterator[None]:
 
 
 @contextmanager
-def same_random_numbers(devices: Iterable[torch.device], seed: int) -> Iterator[None]:
+def same_random_numbers(parameters: Iterable[nn.Parameter], seed: int) -> Iterator[None]:
     """A context that seeds the global random number generators and puts their state back."""
     python, numpy = random.getstate(), np.random.get_state()
+    devices = {parameter.device for parameter in parameters}
     cuda = sorted(device.index or 0 for device in devices if device.type == "cuda")
     try:
         with torch.random.fork_rng(devices=cuda):

@@ -66,7 +66,7 @@ def find_rule(module: nn.Module) -> Rule | None:
     for cls in type(module).__mro__:
         if cls in RULES:
             return RULES[cls]
-    tried = _try_gain(module)
+    tried = try_gain(module)
     if tried is None:
         return None
     return rms_norm if _is_rms_norm(module, *tried) else gain
@@ -141,16 +141,12 @@ def rms_norm(module: nn.Module, inputs: Tensor, grad_output: Tensor) -> Mapping[
     return {name: DenseGradients(sum_normalized(g, x, _epsilon(module), center=False)[:, 0])}
 
 
-def is_gain(module: nn.Module) -> bool:
-    """Whether a module's output is linear in its one parameter, a vector, entry by entry of the last dimension.
+def try_gain(module: nn.Module) -> tuple[Tensor, Tensor] | None:
+    """If a module's output is linear in its one parameter, a vector, entry by entry of the last dimension: some inputs
+    x, and u(x).
 
     This is tried out, for transformers has dozens of classes for it.
     """
-    return _try_gain(module) is not None
-
-
-def _try_gain(module: nn.Module) -> tuple[Tensor, Tensor] | None:
-    """If a module is a gain, some inputs x, and u(x)."""
     parameters = list(module.named_parameters(recurse=False))
     if len(parameters) != 1 or any(True for _ in module.children()) or parameters[0][1].dim() != 1:
         return None

@@ -196,8 +196,6 @@ _sound: dict[type[nn.Module], bool] = {}
 def is_inherited(module: nn.Module, rule: Rule) -> bool:
     """Whether a module computes its output as the class does that its rule was made for."""
     cls: Any = type(module)
-    if RULES.get(cls) is rule:
-        return True
     base = next((c for c in cls.__mro__ if RULES.get(c) is rule), cls)
     if cls.forward is base.forward:
         return True

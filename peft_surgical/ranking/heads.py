@@ -44,7 +44,7 @@ def redrawn_head(model: nn.Module, seed: int) -> Iterator[None]:
             for name, p in module._parameters.items():
                 if p is not None:
                     module._parameters[name] = nn.Parameter(p.detach().clone(), requires_grad=p.requires_grad)
-        with same_random_numbers({p.device for p in model.parameters()}, seed), torch.no_grad():
+        with same_random_numbers(model.parameters(), seed), torch.no_grad():
             for module in owners:
                 _initialize(model, module)
         yield

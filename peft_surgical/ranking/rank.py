@@ -118,7 +118,7 @@ def rank_layers(
             seed=seed,
             share=share,
         )
-        with same_random_numbers({p.device for p in base.parameters()}, seed), torch.inference_mode(False):
+        with same_random_numbers(base.parameters(), seed), torch.inference_mode(False):
             batches = list(drawn)
         record |= {"labels": labels if log_likelihood is None else "log_likelihood", "aggregation": aggregation}
         record |= {"unit": unit, "draws": draws, "head_seeds": head_seeds}

@@ -225,9 +225,10 @@ def _samples(request: ScoreRequest) -> list[int]:
 def _mean_gradient_norms(request: ScoreRequest) -> list[tuple[float, float]]:
     """For each layer the norm of the gradient of the mean log-likelihood, and the norm of the weights."""
     assert request.objective is not None
-    groups = layer_parameters(request.layers)
+    task = FisherTask(request.model, request.layers, request.objective)
+    groups = task.parameters
     parameters = [p for group in groups for p in group.values()]
-    runner = Runner(FisherTask(request.model, request.layers, request.objective))
+    runner = Runner(task)
     total = [torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for p in parameters]
     divisor = torch.zeros((), dtype=torch.float64)
     request.progress.expect(sum(len(batch) for batch in request.batches), " samples")
