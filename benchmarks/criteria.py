@@ -26,8 +26,12 @@ from peft_surgical.ranking.scores import LayerScores, ScoreRequest, register_sco
 @register_score("middle", needs_data=False)
 def middle(request: ScoreRequest) -> LayerScores:
     """The middle layers first, which a first probe found best on average."""
-    last = len(request.layers) - 1
-    return LayerScores([-abs(i - last / 2 + 0.25) for i in range(last + 1)])
+    return LayerScores(nearness_to_middle(len(request.layers)))
+
+
+def nearness_to_middle(depth: int) -> list[float]:
+    """How near each of so many layers is to the middle; of two that are as near, the lower one a little more."""
+    return [-abs(i - (depth - 1) / 2 + 0.25) for i in range(depth)]
 
 
 @register_score("published_code")

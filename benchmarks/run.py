@@ -164,7 +164,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         check(place, options.processes)
     elif options.command == "cost":
         depth, k = place.depth, methods.part(5, place.depth)
-        orders = {"last": range(depth)[::-1], "middle": sorted(range(depth), key=lambda i: abs(4 * i - 2 * depth + 3))}
+        middle_first = sorted(range(depth), key=criteria.nearness_to_middle(depth).__getitem__, reverse=True)
+        orders = {"last": range(depth)[::-1], "middle": middle_first}
         wanted = ["full", "head", "bitfit", "lora-I", "lora-II"]
         wanted += [methods.spafit_name(2, 4, variant, depth) for variant in ("I", "II")]
         counts = dict.fromkeys((1, methods.part(3, depth), k, depth))

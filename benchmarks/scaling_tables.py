@@ -50,7 +50,8 @@ def _ranking(rankings: list[dict]) -> Iterator[str]:
     yield "|---|" + "---:|" * (len(counts) + 2)
     for (model,), group in _grouped(rankings, ("model",)):
         first, last = group[0], group[-1]
-        change = max(abs(a - b) / abs(b) for r in group[1:] for a, b in zip(r["scores"], first["scores"], strict=True))
+        pairs = [pair for r in group for pair in zip(r["scores"], first["scores"], strict=True)]
+        change = max(abs(a - b) / abs(b) for a, b in pairs)
         cells = [f"{r['rank_seconds']:.2f}" for r in group]
         cells += [f"{last['rank_seconds'] / first['rank_seconds']:.2f}", f"{change:.0e}"]
         agree = all(r["same_on_every_process"] for r in group)
