@@ -3,7 +3,7 @@
     python benchmarks/delta_size.py models/minilm ../shared/data --seeds 0 1 2       # see models.py for the model
     python benchmarks/delta_size.py --show benchmarks/results/delta_size-NVIDIA-H100-80GB-HBM3.json
 
-For each task and seed a surgical adapter of the best layers by Fisher and LoRA adapters are trained in step. Each is
+For each task and seed a surgical adapter of the best layers by a score and LoRA adapters are trained in step. Each is
 saved, with every encoding, loaded onto a fresh base and measured on the validation rows in float32. Times are those of
 one adapter of each kind, medians of several rounds, measured alone; on a CPU, of the process's time.
 
@@ -49,7 +49,6 @@ ENCODINGS = ("values", "lossless", "bf16", "int8", "int4", "sign", "sign, distil
 WANTED = {"int8": 0.2, "int4": 0.5, "sign, distilled": 1.0}
 """How many points an encoding may cost."""
 RANKS = (8, 64)
-RATES = {"surgical": 2e-4, "lora": 1e-3}
 DISTIL_BATCH = 32
 
 
@@ -62,7 +61,9 @@ class Setting:
         data: The folder with the tasks.
         cache: Where tokenised tasks are kept.
         device: What it runs on.
+        score: How the layers are ranked.
         top_k: How many layers a surgical adapter tunes.
+        rates: The learning rates of surgical adapters and of LoRA.
         rows: The most rows of a split, if not as many as the task has.
         epochs: The most epochs, if not as many as the task has.
         rounds: How often a time is taken.
@@ -73,7 +74,9 @@ class Setting:
     data: Path
     cache: Path
     device: str
+    score: str
     top_k: int
+    rates: tuple[float, float]
     rows: int | None
     epochs: int | None
     rounds: int
@@ -102,22 +105,26 @@ class Setting:
 # ---- training
 
 
-def adapters(base: nn.Module, layers: Sequence[int], seed: int) -> Iterator[tuple[str, nn.Module, float]]:
+def adapters(
+    base: nn.Module, layers: Sequence[int], seed: int, rates: tuple[float, float]
+) -> Iterator[tuple[str, nn.Module, float]]:
     """The adapters that are compared: name, model and learning rate."""
+    surgical_rate, lora_rate = rates
     torch.manual_seed(seed)
     config = SurgicalConfig(task_type="SEQ_CLS", layers=list(layers))
-    yield "surgical", get_peft_model(copy.deepcopy(base), config), RATES["surgical"]
+    yield "surgical", get_peft_model(copy.deepcopy(base), config), surgical_rate
     for rank in RANKS:
         targets = attention_names(base, resolve_layers(base, "all"), "II")
         options = {"r": rank, "lora_alpha": 2 * rank, "target_modules": targets, "task_type": "SEQ_CLS"}
-        yield f"LoRA r={rank}", get_peft_model(copy.deepcopy(base), LoraConfig(**options)), RATES["lora"]
+        yield f"LoRA r={rank}", get_peft_model(copy.deepcopy(base), LoraConfig(**options)), lora_rate
 
 
 def train(setting: Setting, name: str, seed: int) -> tuple[nn.Module, dict[str, nn.Module], list[int]]:
     """Train all adapters of a task; gives the base, the models by name, and the surgical adapter's layers."""
     data, base = setting.splits(name), setting.base(name, seed)
-    layers = rank_layers(base, data.train.to("cpu").features(), seed=seed, progress=False).top(setting.top_k)
-    made = list(adapters(base, layers, seed))
+    features = data.train.to("cpu").features()
+    layers = rank_layers(base, features, score=setting.score, seed=seed, progress=False).top(setting.top_k)
+    made = list(adapters(base, layers, seed, setting.rates))
     trainees = [training.Trainee(model, rate) for _, model, rate in made]
     training.fit(trainees, setting.task(name), data.train, data.held_out, seed=seed)
     return base, {label: model for label, model, _ in made}, sorted(layers)
@@ -248,7 +255,9 @@ def main() -> None:
     parser.add_argument("data", nargs="?", type=Path, help="the folder with glue/")
     parser.add_argument("--tasks", nargs="+", default=TASKS, choices=tasks.TASKS)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--score", default="fisher", help="how the layers of the surgical adapter are ranked")
     parser.add_argument("--top-k", type=int, default=2, help="layers of the surgical adapter")
+    parser.add_argument("--rates", type=float, nargs=2, default=(2e-4, 1e-3), help="learning rates, surgical and LoRA")
     parser.add_argument("--rows", type=int, help="the most rows of a split")
     parser.add_argument("--epochs", type=int, help="the most epochs of a task")
     parser.add_argument("--rounds", type=int, default=5, help="how often a time is taken")
@@ -264,16 +273,18 @@ def main() -> None:
     began = time.monotonic()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     cache = options.cache / Path(options.model).name
-    limits = (options.top_k, options.rows, options.epochs, options.rounds, options.distil_rows)
-    setting = Setting(options.model, options.data, cache, device, *limits)
+    tuned = (options.score, options.top_k, tuple(options.rates))
+    limits = (options.rows, options.epochs, options.rounds, options.distil_rows)
+    setting = Setting(options.model, options.data, cache, device, *tuned, *limits)
     depth = transformers.AutoConfig.from_pretrained(options.model).num_hidden_layers
     record = {
         "model": Path(options.model).name,
+        "score": options.score,
         "layers": f"{options.top_k} of {depth}",
         "rows_at_most": options.rows,
         "epochs_at_most": options.epochs,
         "distil_rows": options.distil_rows,
-        "rates": RATES,
+        "rates": dict(zip(("surgical", "lora"), setting.rates, strict=True)),
         "device": device_name(),
         "versions": {name: version(name) for name in ("torch", "transformers", "peft")},
     }

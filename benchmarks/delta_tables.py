@@ -24,7 +24,7 @@ def table(record: dict[str, Any]) -> str:
     )
     counts = ", ".join(f"{name} {seeds[name]}" for name in names)
     lines = [
-        f"{record['model']}, surgical: the best {record['layers']} layers by Fisher{shorter}; on {record['device']}. "
+        f"{record['model']}, surgical: the first {record['layers']} layers by `{record['score']}`{shorter}; on {record['device']}. "
         f"Signs are distilled on {record['distil_rows']} rows. Points on the validation rows, means over the seeds "
         f"({counts}); behind them, the change from `values`.",
         "",

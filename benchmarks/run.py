@@ -165,11 +165,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     elif options.command == "cost":
         depth, k = place.depth, methods.part(5, place.depth)
         middle_first = sorted(range(depth), key=criteria.nearness_to_middle(depth).__getitem__, reverse=True)
-        orders = {"last": range(depth)[::-1], "middle": middle_first}
+        orders = {"last": range(depth)[::-1], "middle": middle_first, "alternate": alternate(depth)}
         wanted = ["full", "head", "bitfit", "lora-I", "lora-II"]
         wanted += [methods.spafit_name(2, 4, variant, depth) for variant in ("I", "II")]
         counts = dict.fromkeys((1, methods.part(3, depth), k, depth))
-        wanted += [methods.resolve(p, orders) for p in (f"middle:{k}", *(f"last:{n}" for n in counts))]
+        wanted += [methods.resolve(p, orders) for p in (f"alternate:{k}", f"middle:{k}", *(f"last:{n}" for n in counts))]
         cost(place, list(dict.fromkeys(wanted)))
     else:
         with Pool(place, options.processes[0], until) as pool:
