@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from itertools import groupby
 
@@ -27,15 +26,15 @@ def _training(results: list[dict]) -> Iterator[str]:
     rest = f"efficiency | of LoRA's | GB per GPU, {most} GPUs | save, s | difference"
     yield f"| model | engine | method | {times} | {rest} |"
     yield "|---|---|---|" + "---:|" * (len(counts) + 5)
-    of_lora = [r for r in results if r["method"].startswith("LoRA")]
-    lora = {key: _efficiency(group) for key, group in _grouped(of_lora, ("model", "engine"))}
+    loras = [r for r in results if r["method"].startswith("LoRA")]
+    lora = {key: _efficiency(group) for key, group in _grouped(loras, ("model", "engine"))}
     for (model, engine, method), group in _grouped(results, ("model", "engine", "method")):
-        last, own = group[-1], _efficiency(group)
+        last, own, of_lora = group[-1], _efficiency(group), lora.get((model, engine))
         changes = [r["difference_to_first"] for r in group[1:] if r["difference_to_first"] is not None]
         cells = [f"{1e3 * r['step_seconds']:.1f}" for r in group]
         cells += [
             f"{own:.2f}",
-            f"{own / lora.get((model, engine), math.nan):.2f}",
+            f"{own / of_lora:.2f}" if of_lora else "",
             f"{last['peak_bytes_per_gpu'] / 1e9:.2f}",
         ]
         cells += [f"{last['save_seconds']:.2f}", f"{max(changes):.0e}"] if changes else ["", ""]
