@@ -190,6 +190,7 @@ def later_seeds(results: Results) -> str:
 
 def best_seed(results: Results) -> str:
     """The seed that is best on the held-out rows, against the mean over seeds of full tuning."""
+    results = results.of_seeds(results.shared_seeds)
     noisiest, rest = results.without_noisiest(list(criteria_plans(results)))
     rows = []
     for plan in ("full", "lora-II", f"alternate:{results.k}"):
@@ -205,7 +206,7 @@ def best_seed(results: Results) -> str:
 def random_draws(results: Results) -> str:
     """The average of every other layer beside that of each random draw with the same seed."""
     rows = []
-    for seed in results.seeds:
+    for seed in results.shared_seeds:
         alone = results.of_seeds([seed])
         fixed, *draws = [
             alone.average(f"{score}:{results.k}", results.tasks)

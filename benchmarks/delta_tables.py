@@ -24,9 +24,9 @@ def table(record: dict[str, Any]) -> str:
     )
     counts = ", ".join(f"{name} {seeds[name]}" for name in names)
     lines = [
-        f"{record['model']}, surgical: the first {record['layers']} layers by `{record['score']}`{shorter}; on {record['device']}. "
-        f"Signs are distilled on {record['distil_rows']} rows. Points on the validation rows, means over the seeds "
-        f"({counts}); behind them, the change from `values`.",
+        f"{record['model']}, surgical: the first {record['layers']} layers by `{record['score']}`{shorter}; "
+        f"on {record['device']}. Signs are distilled on {record['distil_rows']} rows. Points on the validation rows, "
+        f"means over the seeds ({counts}); behind them, the change from `values`.",
         "",
         "| | MB | of `values` | write ms | load ms | "
         + " | ".join(f"{name}, {metric[name]}" for name in names)

@@ -60,6 +60,12 @@ class Results:
         named = {key[0] for key in self.runs} | {record["task"] for record in tracked}
         self.tasks = [task for task in tasks.TASKS if task in named]
 
+    @property
+    def shared_seeds(self) -> list[int]:
+        """The seeds that every task was run with; small tasks have more."""
+        tuned = {(task, seed) for task, tuning, seed in self.runs if tuning == "full"}
+        return [seed for seed in self.seeds if all((task, seed) in tuned for task in self.tasks)]
+
     def of_seeds(self, seeds: Sequence[int]) -> Results:
         """The results of some seeds alone."""
         part = copy.copy(self)

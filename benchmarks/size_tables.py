@@ -6,12 +6,13 @@ import json
 from collections import defaultdict
 from statistics import fmean
 
+import delta_tables
 import methods
 from findings import Results
 from table_format import MISSING, number, points, table
 
 
-ENCODED = ("bf16", "int8", "int4", "sign")
+ENCODED = ("bf16", "int8", "int4", "sign, distilled")
 
 
 def costs(results: Results) -> str:
@@ -41,7 +42,7 @@ def costs(results: Results) -> str:
 
 
 def file_sizes(results: Results) -> str:
-    """The file of a task in MB: as saved, and by the bytes that each encoding takes for a value of another model."""
+    """The file of a task in MB: as saved, and by the bytes that each encoding takes for a value."""
     k, rows = results.k, []
     counts = dict.fromkeys((methods.part(2, results.depth), methods.part(3, results.depth), k))
     for plan in (
@@ -64,35 +65,22 @@ def file_sizes(results: Results) -> str:
 
 
 def encoded_megabytes(results: Results, run: dict) -> dict[str, float]:
-    """How large a surgical delta is with each encoding, by the bytes that each takes for a value of another model."""
+    """How large a surgical delta is with each encoding, by the bytes that each takes for a value."""
     by_form = _sizes_by_form(results)
     whole = run["delta_bytes"] / 1e6
     return {e: whole * by_form[f"surgical, {e}"] / by_form["surgical, values"] for e in ENCODED if by_form}
 
 
-def equal_bytes(results: Results) -> str:
-    """LoRA beside the surgical delta that is at most as large by its encoding, as `delta_size.py` measured them."""
-    found = _delta_sizes(results)
-    if not found:
-        return ""
-    size, metric = _sizes_by_form(results), defaultdict(list)
-    for row in found["rows"]:
-        metric[row["form"]].append(row["points"])
-    rows = []
-    for lora in [form for form in size if form.startswith("LoRA")]:
-        fitting = [f for f in size if f.startswith("surgical") and size[f] <= size[lora]]
-        if fitting:
-            best = max(fitting, key=lambda form: (size[form], fmean(metric[form])))
-            pair = [cell for f in (lora, best) for cell in (f, number(size[f] / 1e6), number(fmean(metric[f]), 1))]
-            rows.append([*pair, number(fmean(metric[best]) - fmean(metric[lora]), 1, sign=True)])
-    runs = len({(row["task"], row["seed"]) for row in found["rows"]})
-    return table(["LoRA", "MB", "metric", "surgical", "MB", "metric", f"difference, {runs} runs"], rows)
+def encoded(results: Results) -> str:
+    """What the encodings of a delta cost in points, beside LoRA in files of all sizes."""
+    record = _delta_sizes(results)
+    return delta_tables.table(record) if record else ""
 
 
 def _delta_sizes(results: Results) -> dict:
-    """What `delta_size.py` measured on a GPU."""
-    file = results.folder.parents[1] / "delta_size-NVIDIA-H100-80GB-HBM3.json"
-    return json.loads(file.read_text()) if file.exists() else {}
+    """What `delta_size.py` measured with this model on a GPU."""
+    files = sorted(results.folder.glob("delta_size-*.json"))
+    return json.loads(files[0].read_text()) if files else {}
 
 
 def _sizes_by_form(results: Results) -> dict[str, float]:
