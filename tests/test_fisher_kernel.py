@@ -254,6 +254,13 @@ for bulk in (True, False):
             assert_close(norm, ragged.square().sum(), rtol=1e-4, atol=0)
 assert bulks == {True, False}
 
+g, a = torch.randn(3, 20, 32), torch.randn(3, 20, 48)
+for out in (torch.ones(32, 96)[:, :48], torch.ones(48, 64)[:, :32].T):
+    pending = pending_squares.PendingSquares("tf32")
+    pending.add_products(out, g, a)
+    pending.flush()
+    assert_close(out, 1 + oracle(g, a), rtol=1e-4, atol=1e-4)
+
 pending, x = pending_squares.PendingSquares("bf16"), torch.randn(3, 9, 16)
 query, key = torch.zeros(16, 16), torch.zeros(16, 16)
 pending.add_products(query, torch.randn(3, 9, 16), x)

@@ -117,10 +117,12 @@ class PendingSquares:
         """Add `sum_n (G[n].T @ A[n]) ** 2` to `out`; see `accumulate_squared_products`."""
         if not grad_outputs.numel() or not inputs.numel():
             return
-        if not kernel.has_kernel(grad_outputs, out.dtype, self.precision):
+        if 1 not in out.stride() or not kernel.has_kernel(grad_outputs, out.dtype, self.precision):
             if grad_outputs.is_cuda:
                 return kernel.add_by_chunk(out, *self._operands(grad_outputs, inputs))
             return kernel.add_by_sample(out, grad_outputs, inputs)
+        if out.stride(1) != 1:  # the kernel writes along rows
+            out, grad_outputs, inputs = out.T, inputs, grad_outputs
         job, kind = self._make_job(out, grad_outputs, inputs, lengths)
         waiting, place = self._products.get(kind), out.data_ptr()
         if waiting is not None and place in waiting.places:

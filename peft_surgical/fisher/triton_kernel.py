@@ -52,22 +52,22 @@ def _squared_products(
     """One tile of one job's diagonal: OUT[o, i] += sum_n (sum_t G[n, t, o] * A[n, t, i])**2.
 
     A program owns its tile, walks over all samples, and squares in registers, so no per-sample value is ever written
-    and every sum has a fixed order. Jobs that share N, T and LENGTHS fill one grid; OWNERS tells the job of each tile.
-    With BULK the copy engine of a Hopper or later card fetches the operands. With NORM the tile is not written, only
-    the sum of the squares of its entries, to OUT[tile].
+    and every sum has a fixed order. Jobs that share N, T and LENGTHS fill one grid; each has an OUT of its own, and
+    OWNERS tells the job of each tile. With BULK the copy engine of a Hopper or later card fetches the operands. With
+    NORM the tile is not written, only the sum of the squares of its entries, to OUT[tile].
     """
-    job = JOBS + tl.load(OWNERS + tl.program_id(0)) * 10
+    job = JOBS + tl.load(OWNERS + tl.program_id(0)) * 9
     g_start = tl.load(job + 0).to(tl.pointer_type(OPERAND))
     a_start = tl.load(job + 1).to(tl.pointer_type(OPERAND))
     out = tl.load(job + 2).to(tl.pointer_type(tl.float32))
     height, width = tl.load(job + 3).to(tl.int32), tl.load(job + 4).to(tl.int32)
-    g_stride, a_stride = tl.load(job + 5), tl.load(job + 6)
-    out_row, out_column = tl.load(job + 7).to(tl.int32), tl.load(job + 8).to(tl.int32)
-    tile = tl.program_id(0) - tl.load(job + 9).to(tl.int32)
+    g_stride, a_stride, out_stride = tl.load(job + 5), tl.load(job + 6), tl.load(job + 7)
+    tile = tl.program_id(0) - tl.load(job + 8).to(tl.int32)
     if ALIGNED:  # what the compiler sees of plain arguments, and must be told of numbers that are loaded
-        g_start, a_start = tl.multiple_of(g_start, 16), tl.multiple_of(a_start, 16)
+        g_start, a_start, out = tl.multiple_of(g_start, 16), tl.multiple_of(a_start, 16), tl.multiple_of(out, 16)
         height, width = tl.multiple_of(height, 16), tl.multiple_of(width, 16)
         g_stride, a_stride = tl.multiple_of(g_stride, 16), tl.multiple_of(a_stride, 16)
+        out_stride = tl.multiple_of(out_stride, 16)
 
     # programs that run at the same time should read the same rows and columns: take tiles in bands of 8 rows
     band = 8 * tl.cdiv(width, COLUMNS)
@@ -101,8 +101,8 @@ def _squared_products(
         tl.store(out + tile, tl.sum(total * total))
     else:
         inside = (o < height)[:, None] & (i < width)[None, :]
-        place = out + o[:, None] * out_row + i[None, :] * out_column
-        tl.atomic_add(place, total, mask=inside, sem="relaxed")
+        place = out + o[:, None] * out_stride + i[None, :]
+        tl.store(place, tl.load(place, mask=inside) + total, mask=inside)
 
 
 class Kind(NamedTuple):
@@ -137,7 +137,7 @@ def make_job(out: Tensor | None, grad_outputs: Tensor, inputs: Tensor, lengths: 
     """Bring a product into the form that the kernel reads. Without `out` it is one for the norm.
 
     Args:
-        out: The sum so far, (O, I) float32.
+        out: The sum so far, (O, I) float32, the entries of a row side by side.
         grad_outputs: G, (N, T, O).
         inputs: A, (N, T, I), of the same type.
         lengths: (N,) int32 on their device; those of one launch must be one tensor.
@@ -146,13 +146,15 @@ def make_job(out: Tensor | None, grad_outputs: Tensor, inputs: Tensor, lengths: 
     (samples, tokens, height), width, device, size = g.shape, a.shape[2], g.device, g.dtype.itemsize
     rows, columns = TILINGS[size][:2]
     tiles = math.ceil(height / rows) * math.ceil(width / columns)
-    if out is None:
-        out = torch.empty(tiles, dtype=torch.float32, device=device)
     if lengths is None:
         lengths = _full_lengths(samples, tokens, device)
     places, strides = g.data_ptr() | a.data_ptr(), g.stride(1) | a.stride(1)  # divisible if both are
     bulk = size == 2 and places % 16 == 0 and strides % 8 == 0 and _has_copy_engine(device)
     aligned = (height | width | strides | places) % 16 == 0
+    if out is None:
+        out = torch.empty(tiles, dtype=torch.float32, device=device)
+    else:
+        aligned = aligned and (out.data_ptr() | out.stride(0)) % 16 == 0
     kind = Kind(samples, tokens, lengths.data_ptr(), g.dtype, bulk, aligned, device)
     return Job(out, g, a, lengths, (height, width), tiles), kind
 
@@ -162,7 +164,7 @@ def launch(jobs: list[Job], kind: Kind, precision: str, norm: bool = False) -> N
     table, first = [], 0
     for job in jobs:
         g, a, out = job.grad_outputs, job.inputs, job.out
-        strides = (g.stride(1), a.stride(1), out.stride(0), out.stride(-1))
+        strides = (g.stride(1), a.stride(1), out.stride(0))
         table.append((g.data_ptr(), a.data_ptr(), out.data_ptr(), *job.shape, *strides, first))
         first += job.tiles
     rows, columns, tokens, warps, stages = kind.tiling
