@@ -134,14 +134,15 @@ def kernel_works(operand: torch.dtype, precision: str, device: torch.device) -> 
         return False
     if importlib.util.find_spec("triton") is None:
         return False
-    x = torch.ones(1, 16, 16, dtype=operand_type(operand, precision), device=device)
+    samples, tokens = 3, 80  # several steps of the kernel's loop
+    x = torch.ones(samples, tokens, 16, dtype=operand_type(operand, precision), device=device)
     out = torch.zeros(16, 16, device=device)
     try:
         from peft_surgical.fisher import triton_kernel
 
         job, kind = triton_kernel.make_job(out, x, x, None)
         triton_kernel.launch([job], kind, precision)
-        return bool((out == 256).all())
+        return bool((out == samples * tokens**2).all())
     except Exception as error:  # whatever a compiler may raise
         logger.warning("The Triton kernel for the Fisher cannot be used on %s; bmm is used instead. %s", device, error)
         return False

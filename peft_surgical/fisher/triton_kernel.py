@@ -79,23 +79,30 @@ def _squared_products(
         G = tl.make_tensor_descriptor(g_start, [N, T, height], [T * g_stride, g_stride, 1], [1, TOKENS, ROWS])
         A = tl.make_tensor_descriptor(a_start, [N, T, width], [T * a_stride, a_stride, 1], [1, TOKENS, COLUMNS])
 
+    steps = 0
+    for n in range(N):
+        steps += max(tl.cdiv(min(tl.load(LENGTHS + n), T), TOKENS), 1)
+
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for n in tl.range(N, flatten=True):  # one loop with the next, so that loads run ahead into the next sample
-        product = tl.zeros((ROWS, COLUMNS), tl.float32)
-        length = min(tl.load(LENGTHS + n), T)
-        for start in range(0, length, TOKENS):
-            if BULK:
-                g, a = (
-                    G.load([n, start, top]).reshape(TOKENS, ROWS).T,
-                    A.load([n, start, left]).reshape(TOKENS, COLUMNS),
-                )
-            else:
-                row, valid = (n * T + start + t).to(tl.int64), start + t < length
-                g_mask, a_mask = valid[None, :] & (o < height)[:, None], valid[:, None] & (i < width)[None, :]
-                g = tl.load(g_start + row[None, :] * g_stride + o[:, None], mask=g_mask, other=0.0)
-                a = tl.load(a_start + row[:, None] * a_stride + i[None, :], mask=a_mask, other=0.0)
-            product = tl.dot(g, a, product, input_precision=DOT)
-        total += product * product
+    product = tl.zeros((ROWS, COLUMNS), tl.float32)
+    n, start, length = 0, 0, min(tl.load(LENGTHS), T)
+    for _ in range(steps):  # over all samples, so that loads run ahead into the next one
+        if BULK:
+            g = G.load([n, start, top]).reshape(TOKENS, ROWS).T
+            a = A.load([n, start, left]).reshape(TOKENS, COLUMNS)
+        else:
+            row, valid = (n * T + start + t).to(tl.int64), start + t < length
+            g_mask, a_mask = valid[None, :] & (o < height)[:, None], valid[:, None] & (i < width)[None, :]
+            g = tl.load(g_start + row[None, :] * g_stride + o[:, None], mask=g_mask, other=0.0)
+            a = tl.load(a_start + row[:, None] * a_stride + i[None, :], mask=a_mask, other=0.0)
+        product = tl.dot(g, a, product, input_precision=DOT)
+        start += TOKENS
+        is_last = start >= length
+        if is_last:
+            total += product * product
+            product = tl.zeros((ROWS, COLUMNS), tl.float32)
+        n, start = tl.where(is_last, n + 1, n), tl.where(is_last, 0, start)
+        length = min(tl.load(LENGTHS + min(n, N - 1)), T)
 
     if NORM:
         tl.store(out + tile, tl.sum(total * total))
