@@ -74,6 +74,14 @@ def test_single_estimates_are_close():
     assert min(close) > 0.5
 
 
+def test_a_parameter_that_is_one_number_is_kept_whole():
+    total, pending, values = DiagonalSum(EntryKeeper(Generators(0))), PendingSquares(), torch.randn(5)
+    total.add(DenseGradients(values), 0, pending)
+    pending.flush()
+    assert torch.allclose(total.sum, values.square().sum())
+    assert torch.equal(total.kept.squares[0], values.square()[:, None])
+
+
 def test_the_entries_that_make_up_much_of_the_sum_are_always_there():
     diagonals = torch.rand(3, 50, 40) ** 60
     for seed in range(20):

@@ -94,7 +94,7 @@ class DenseGradients(SampleGradients):
         return self.gradients[first:stop]
 
     def add_squares(self, out: Tensor, pending: PendingSquares) -> None:
-        pending.add_gradients(out, self.gradients.reshape(self.samples, *out.shape))
+        pending.add_gradients(out, self.gradients)
 
     def at(self, rows: Tensor, columns: Tensor) -> Tensor:
         return self.gradients.flatten(1)[:, rows * self.sum_shape[-1] + columns]
