@@ -106,8 +106,8 @@ def test_a_model_with_a_module_that_has_no_rule_is_not_plain():
             self.matrix = nn.Parameter(torch.ones(3, 3))
 
     model = nn.Sequential(nn.Linear(3, 3), Own())
-    assert plain_units(model, find_owners(model, model.parameters())) is None
-    assert [unit.name for unit in plain_units(model, find_owners(model, model[0].parameters()))] == ["0"]
+    assert plain_units(find_owners(model, model.parameters())) is None
+    assert [unit.name for unit in plain_units(find_owners(model, model[0].parameters()))] == ["0"]
 
 
 def test_a_linear_map_with_its_own_forward_is_not_plain():
@@ -116,5 +116,5 @@ def test_a_linear_map_with_its_own_forward_is_not_plain():
             return 2 * super().forward(x)
 
     model = Doubled(3, 3)
-    assert plain_units(model, find_owners(model, Doubled(3, 3).parameters())) == []
-    assert plain_units(model, find_owners(model, model.parameters())) is None
+    assert plain_units(find_owners(model, Doubled(3, 3).parameters())) == []
+    assert plain_units(find_owners(model, model.parameters())) is None

@@ -194,7 +194,7 @@ class UnitsOnce:
     def __init__(self, task: FisherTask, runner: Runner, batches: Sequence[Batch], parameters: Iterable[nn.Parameter]):
         self.task, self.runner = task, runner
         self.owners = find_owners(task.model, parameters)
-        self.plain = plain_units(task.model, self.owners)
+        self.plain = plain_units(self.owners)
         self.shortest = min((b for b in batches if len(b) > 1), key=_size, default=None)
         self._found: dict[int, list[Unit]] = {}
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -13,8 +14,18 @@ from torch import nn
 from peft_surgical.layers import Layer
 
 
-Owners = Mapping[nn.Module, Mapping[str, nn.Parameter]]
-"""For each module the parameters that it owns itself, by name."""
+class Owner(NamedTuple):
+    """A module, and some parameters that it owns itself.
+
+    Args:
+        path: The module's path in the model.
+        module: The module.
+        parameters: The parameters, by their name in the module.
+    """
+
+    path: str
+    module: nn.Module
+    parameters: dict[str, nn.Parameter]
 
 
 def layer_parameters(layers: Sequence[Layer]) -> list[dict[str, nn.Parameter]]:
@@ -31,19 +42,19 @@ def layer_parameters(layers: Sequence[Layer]) -> list[dict[str, nn.Parameter]]:
     return found
 
 
-def find_owners(model: nn.Module, parameters: Iterable[nn.Parameter]) -> dict[nn.Module, dict[str, nn.Parameter]]:
+def find_owners(model: nn.Module, parameters: Iterable[nn.Parameter]) -> list[Owner]:
     """The modules that own some of these parameters, in the order of the model.
 
     To be called before the model runs: offloaded modules have other parameter objects after each call.
     """
     wanted = {id(p) for p in parameters}
-    owners = {}
-    for module in model.modules():
+    owners = []
+    for path, module in model.named_modules():
         if not module._parameters and not module._buffers:
             continue
         own = {name: p for name, p in own_parameters(module) if id(p) in wanted}
         if own:
-            owners[module] = own
+            owners.append(Owner(path, module, own))
     return owners
 
 

@@ -8,7 +8,7 @@ tokens. That is assumed here at first, and checked in every call (`hooks.py`). W
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_flatten
 
 from peft_surgical.fisher.batches import Batch
 from peft_surgical.fisher.calls import CallLayout
-from peft_surgical.fisher.owners import Owners
+from peft_surgical.fisher.owners import Owner
 from peft_surgical.fisher.rules import find_rule
 from peft_surgical.fisher.units import Unit, is_inherited
 
@@ -30,27 +30,25 @@ class NotPlain(Exception):
     """A module does not see all tokens of all samples, or is not called."""
 
 
-def plain_units(model: nn.Module, owners: Owners) -> list[Unit] | None:
+def plain_units(owners: Iterable[Owner]) -> list[Unit] | None:
     """The modules to listen to if the model is plain; None if it cannot be.
 
     Args:
-        model: The model.
         owners: The modules that own the parameters whose gradients are wanted, from `find_owners`.
 
     Example:
 
         >>> from peft_surgical.fisher.owners import find_owners
         >>> model = nn.Sequential(nn.Linear(2, 3), nn.LayerNorm(3))
-        >>> [unit.name for unit in plain_units(model, find_owners(model, model.parameters()))]
+        >>> [unit.name for unit in plain_units(find_owners(model, model.parameters()))]
         ['0', '1']
     """
-    names = {module: name for name, module in model.named_modules()}
     units = []
-    for module, own in owners.items():
+    for path, module, own in owners:
         rule = find_rule(module)
         if rule is None or not is_inherited(module, rule):
             return None
-        units.append(Unit(names[module], module, dict(own), rule, [PLAIN], plain=True))
+        units.append(Unit(path, module, own, rule, [PLAIN], plain=True))
     return units
 
 

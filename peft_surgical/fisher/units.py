@@ -12,7 +12,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from torch import Tensor, nn
 
 from peft_surgical.fisher.calls import UNKNOWN, Call, CallLayout, Calls, record_calls
 from peft_surgical.fisher.local import LocalCall, local_gradients
-from peft_surgical.fisher.owners import Owners
+from peft_surgical.fisher.owners import Owner
 from peft_surgical.fisher.rules import RULES, Rule, find_rule
 
 
@@ -51,7 +50,7 @@ class Unit:
     layouts: list[CallLayout]
     plain: bool = False
 
-    @cached_property
+    @property
     def size(self) -> int:
         """The number of entries of its parameters."""
         return sum(p.numel() for p in self.parameters.values())
@@ -60,7 +59,7 @@ class Unit:
 def find_units(
     model: nn.Module,
     layers: Sequence[nn.Module],
-    owners: Owners,
+    owners: Sequence[Owner],
     run: Callable[[int], Any],
     samples: int,
 ) -> list[Unit]:
@@ -79,14 +78,16 @@ def find_units(
     Raises:
         CannotTellSamplesApart: See there.
     """
-    checked = {m for m in owners if (rule := find_rule(m)) and not is_inherited(m, rule)}
+    checked = {m for _, m, _ in owners if (rule := find_rule(m)) and not is_inherited(m, rule)}
     one = record_calls(model, lambda: run(1), checked)
     two = record_calls(model, lambda: run(2), checked, one) if samples == 2 else None
     return _Search(model, layers, owners, one, two).units()
 
 
 class _Search:
-    def __init__(self, model: nn.Module, layers: Sequence[nn.Module], owners: Owners, one: Calls, two: Calls | None):
+    def __init__(
+        self, model: nn.Module, layers: Sequence[nn.Module], owners: Sequence[Owner], one: Calls, two: Calls | None
+    ):
         self.owners, self.one, self.two = owners, one, two
         self.names = {module: name for name, module in model.named_modules()}
         self.parents: dict[nn.Module, tuple[nn.Module, str]] = {}
@@ -97,8 +98,8 @@ class _Search:
 
     def units(self) -> list[Unit]:
         units: dict[nn.Module, Unit] = {}
-        for owner, parameters in self.owners.items():
-            self._place(owner, dict(parameters), units)
+        for _, module, parameters in self.owners:
+            self._place(module, dict(parameters), units)
         _count_once(units)
         return [unit for unit in units.values() if unit.parameters]
 
