@@ -92,8 +92,8 @@ def layer_norm(module: nn.Module, inputs: Tensor, grad_output: Tensor) -> Mappin
     assert isinstance(module, nn.LayerNorm)
     dims = len(module.normalized_shape)
     g, x = (t.flatten(-dims).flatten(1, -2) for t in (grad_output, inputs))
-    sums = sum_normalized(g, x, module.eps).unflatten(-1, module.normalized_shape)
-    return {"weight": DenseGradients(sums[:, 0]), "bias": DenseGradients(sums[:, 1])}
+    weight, bias = sum_normalized(g, x, module.eps).view(len(g), 2, *module.normalized_shape).unbind(1)
+    return {"weight": DenseGradients(weight), "bias": DenseGradients(bias)}
 
 
 @register_rule(nn.Embedding)

@@ -8,8 +8,8 @@ of each sample's gradient is enough.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,8 +21,7 @@ from peft_surgical.fisher.sample_gradients import DenseGradients, SampleGradient
 from peft_surgical.processes import add_up, count_processes, gather
 
 
-@dataclass(frozen=True)
-class TensorFisher:
+class TensorFisher(NamedTuple):
     """The diagonal Fisher of one parameter.
 
     Args:
@@ -52,7 +51,7 @@ class LayerZeros:
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter]):
-        self._sizes = {id(p): -(-p.numel() // 64) * 64 for p in parameters if p.is_floating_point()}
+        self._parameters = [p for p in parameters if p.is_floating_point()]
         self._parts: dict[tuple[torch.device, torch.dtype], dict[int, Tensor]] = {}
 
     def take(self, key: int, gradients: SampleGradients) -> Tensor:
@@ -60,8 +59,9 @@ class LayerZeros:
         dtype, device = sum_type(gradients.example.dtype), gradients.device
         parts = self._parts.get((device, dtype))
         if parts is None:
-            whole = torch.zeros(sum(self._sizes.values()), dtype=dtype, device=device)
-            parts = dict(zip(self._sizes, whole.split(list(self._sizes.values())), strict=True))
+            sizes = [-(-p.numel() // 64) * 64 for p in self._parameters]
+            whole = torch.zeros(sum(sizes), dtype=dtype, device=device)
+            parts = dict(zip(map(id, self._parameters), whole.split(sizes), strict=True))
             self._parts[device, dtype] = parts
         part = parts.pop(key, None)
         size = gradients.size

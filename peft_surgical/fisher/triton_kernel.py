@@ -208,7 +208,8 @@ def _has_copy_engine(device: torch.device) -> bool:
 
 def _as_rows(x: Tensor) -> Tensor:
     """Rows of tokens that lie side by side."""
-    rows = x.stride(2) == 1 and x.stride(1) >= x.shape[2] and x.stride(0) == x.shape[1] * x.stride(1)
+    (_, tokens, width), (sample, token, entry) = x.shape, x.stride()
+    rows = entry == 1 and token >= width and sample == tokens * token
     return x if rows else x.contiguous()
 
 
