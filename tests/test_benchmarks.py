@@ -202,8 +202,10 @@ def test_a_step_is_adamw_on_the_mean_loss_with_clipping(place):
         nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
         optimizer.step()
     for (name, a), b in zip(model.named_parameters(), plain.parameters(), strict=True):
-        if not name.endswith(".k.bias"):  # softmax takes it out: its gradient is rounding, which AdamW scales up
-            torch.testing.assert_close(a, b, rtol=0, atol=2e-4)
+        # AdamW scales up what is rounding alone: single gradients near 0, and those of key biases, which softmax takes out
+        if not name.endswith(".k.bias"):
+            torch.testing.assert_close(a, b, rtol=0, atol=2e-3)
+            assert float((a - b).abs().mean()) < 5e-5, name
 
 
 def test_the_best_epoch_comes_back_and_training_stops_after_it(place):
