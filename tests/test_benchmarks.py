@@ -202,7 +202,7 @@ def test_a_step_is_adamw_on_the_mean_loss_with_clipping(place):
         nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
         optimizer.step()
     for (name, a), b in zip(model.named_parameters(), plain.parameters(), strict=True):
-        # AdamW scales up what is rounding alone: single gradients near 0, and those of key biases, which softmax takes out
+        # AdamW scales up what is rounding alone: single gradients near 0, and key biases', which softmax takes out
         if not name.endswith(".k.bias"):
             torch.testing.assert_close(a, b, rtol=0, atol=2e-3)
             assert float((a - b).abs().mean()) < 5e-5, name
