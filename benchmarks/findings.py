@@ -257,6 +257,16 @@ def agreement(a: Sequence[float], b: Sequence[float], k: int) -> tuple[float, in
     return float(kendalltau(a, b).statistic), len(tops[0] & tops[1])
 
 
+def code_agreement(results: Results, task: str) -> list[tuple[float, int]]:
+    """For each seed Kendall's tau of the formula's ranking and the published code's, and the top layers they share."""
+    ranked = [results.rankings.get((task, seed), {}) for seed in results.seeds]
+    return [
+        agreement(by_score["fisher"]["scores"], by_score["published_code"]["scores"], results.k)
+        for by_score in ranked
+        if "fisher" in by_score and "published_code" in by_score
+    ]
+
+
 def samples_frame(results: Results) -> pd.DataFrame:
     """Each ranking from few samples, compared with that from the most."""
     rows = []

@@ -1,4 +1,4 @@
-"""The figures about layers: how stable a ranking is; questions 2 and 4."""
+"""The figures about layers: how stable a ranking is, and how it is made; questions 2, 3 and 4."""
 
 from __future__ import annotations
 
@@ -6,8 +6,36 @@ from typing import Any
 
 import numpy as np
 import records
-from findings import Results, samples_frame
-from panels import BLUE, GREEN, ORANGE, plt, small_multiples
+from findings import Results, code_agreement, samples_frame
+from panels import BLUE, GREEN, ORANGE, TITLES, plt, small_multiples
+
+
+def published(results: Results) -> Any:
+    """The published code against the formula: how far both rank alike, and what their choices score."""
+    k = results.k
+    panels = {
+        f"Kendall's tau of both rankings of {results.depth} layers": lambda task: [
+            tau for tau, _ in code_agreement(results, task)
+        ],
+        f"metric of the top {k}, code - formula, points": lambda task: results.differences(
+            f"published_code:{k}", f"fisher:{k}", task
+        ),
+    }
+    figure, axes = plt.subplots(1, 2, figsize=(11, 4.4), sharey=True, layout="constrained")
+    for axis, (label, values_of) in zip(axes, panels.items(), strict=True):
+        for place, task in enumerate(results.tasks):
+            values = values_of(task)
+            axis.plot(values, [place] * len(values), ls="", marker="o", ms=4, mfc="none", color=BLUE, label="a seed")
+            if values:
+                axis.plot([np.mean(values)], [place], ls="", marker="|", ms=14, mew=2, color=ORANGE, label="mean")
+        axis.axvline(0, color="black", lw=1)
+        axis.set_xlabel(label)
+        axis.grid(alpha=0.3)
+    axes[0].set_yticks(range(len(results.tasks)), [TITLES[task] for task in results.tasks])
+    axes[0].invert_yaxis()
+    handles, labels = axes[0].get_legend_handles_labels()
+    axes[0].legend(handles[:2], labels[:2], loc="upper left")
+    return figure
 
 
 def samples(results: Results) -> Any:

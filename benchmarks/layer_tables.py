@@ -10,7 +10,7 @@ import criteria
 import numpy as np
 import pandas as pd
 import records
-from findings import Results, agreement, samples_frame
+from findings import Results, agreement, code_agreement, samples_frame
 from jobs import RANDOM_DRAWS, TRACKED
 from table_format import INTERVALS, MISSING, number, points, table
 
@@ -120,11 +120,7 @@ def published(results: Results) -> str:
     """The published code against the paper's formula, means over seeds."""
     k, rows = results.k, []
     for task in results.tasks:
-        found = []
-        for seed in results.seeds:
-            ranked = results.rankings.get((task, seed), {})
-            if "published_code" in ranked and "fisher" in ranked:
-                found.append(agreement(ranked["fisher"]["scores"], ranked["published_code"]["scores"], k))
+        found = code_agreement(results, task)
         if not found:
             continue
         tau, overlap = np.mean(found, axis=0)

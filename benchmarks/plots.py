@@ -173,6 +173,7 @@ PLOTS: dict[str, Callable[[Results], Any]] = {
     "elsa": elsa,
     "spafit": spafit,
     "cost": cost,
+    "published": layer_plots.published,
     "samples": layer_plots.samples,
     "tracked": layer_plots.tracked,
     "tracked-deviation": layer_plots.tracked_deviation,
