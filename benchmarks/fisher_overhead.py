@@ -30,7 +30,7 @@ from peft_surgical.fisher import entries, hooks, kernel, pending_squares, sample
 
 WIDTH, SAMPLES, TOKENS = 32, 4, 8
 SHRINK = (768 // WIDTH) ** 2
-THRESHOLDS = ((pending_squares, "_ENTRIES_PER_LAUNCH"), (hooks, "_TOGETHER"), (entries, "_TOGETHER"))
+THRESHOLDS = ((pending_squares, "ENTRIES_PER_LAUNCH"), (hooks, "_TOGETHER"), (entries, "_TOGETHER"))
 VIEWS = {"view", "t", "transpose", "detach", "slice", "expand", "unsqueeze", "squeeze", "select", "unbind", "split"}
 VIEWS |= {"split_with_sizes", "promote_types", "_unsafe_view", "alias", "lift_fresh", "permute", "as_strided"}
 

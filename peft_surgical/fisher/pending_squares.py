@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 Lengths = Tensor | Sequence[int] | None
 
-_ENTRIES_PER_LAUNCH = 2**23
+ENTRIES_PER_LAUNCH = 2**23
 """Entries of weights in a launch: several tiles for each multiprocessor, so that few idle while the last ones end."""
 
 
@@ -133,7 +133,7 @@ class PendingSquares:
         waiting.jobs.append(job)
         waiting.places.add(place)
         waiting.entries += out.numel()
-        if waiting.entries >= _ENTRIES_PER_LAUNCH:
+        if waiting.entries >= ENTRIES_PER_LAUNCH:
             self._launch(kind)
 
     def add_gradients(self, out: Tensor, gradients: Tensor, then: Callable[[Tensor], None] | None = None) -> None:
@@ -147,7 +147,7 @@ class PendingSquares:
         if gradients.numel() != len(gradients) * out.numel():
             raise ValueError(f"gradients of shape {tuple(gradients.shape)} are not (N, *{tuple(out.shape)}).")
         self._gradients.append((out, gradients.flatten(1) if gradients.dim() > 1 else gradients[:, None], then))
-        if gradients.numel() > _ENTRIES_PER_LAUNCH:  # worth a launch of its own, and too large to be kept
+        if gradients.numel() > ENTRIES_PER_LAUNCH:  # worth a launch of its own, and too large to be kept
             self._add_gradients()
 
     def flush(self) -> None:
