@@ -11,10 +11,10 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable
-from pathlib import Path
+from typing import Any
 
 import torch
-from device import device_name, result_file
+from device import device_name, parse_options, result_file
 
 from peft_surgical.fisher import triton_kernel
 from peft_surgical.fisher.pending_squares import ENTRIES_PER_LAUNCH
@@ -84,8 +84,7 @@ def plain_rate(samples: int, height: int, width: int) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results")
-    options = parser.parse_args()
+    options = parse_options(parser, table)
     if not torch.cuda.is_available():
         raise SystemExit("The kernel needs a GPU.")
     rates: dict[str, dict[str, float | None]] = {}
@@ -94,10 +93,18 @@ def main() -> None:
     rates["plain products"] = {name: plain_rate(*shape) for name, shape in SHAPES.items()}
     record = {"device": device_name(), "torch": torch.__version__, "tokens": TOKENS, "shapes": SHAPES, "tflops": rates}
     result_file(options.output, "fisher_tilings").write_text(json.dumps(record, indent=1) + "\n")
-    print(f"| rows, columns, tokens, warps, stages | {' | '.join(SHAPES)} |")
-    print("|---|" + "---:|" * len(SHAPES))
-    for name, found in rates.items():
-        print(f"| {name} | {' | '.join('-' if value is None else f'{value:.0f}' for value in found.values())} |")
+    print(table(record))
+
+
+def table(record: dict[str, Any]) -> str:
+    """The results as a table in Markdown."""
+    lines = [f"| rows, columns, tokens, warps, stages | {' | '.join(record['shapes'])} |"]
+    lines.append("|---|" + "---:|" * len(record["shapes"]))
+    for name, found in record["tflops"].items():
+        lines.append(
+            f"| {name} | {' | '.join('-' if tflops is None else f'{tflops:.0f}' for tflops in found.values())} |"
+        )
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

@@ -169,7 +169,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         wanted = ["full", "head", "bitfit", "lora-I", "lora-II"]
         wanted += [methods.spafit_name(2, 4, variant, depth) for variant in ("I", "II")]
         counts = dict.fromkeys((1, methods.part(3, depth), k, depth))
-        layers = (*(f"{score}:{k}" for score in ("alternate", "middle")), *(f"last:{n}" for n in counts))
+        layers = [f"alternate:{k}", f"middle:{k}", *(f"last:{n}" for n in counts)]
         wanted += [methods.resolve(plan, orders) for plan in layers]
         cost(place, list(dict.fromkeys(wanted)))
     else:

@@ -78,6 +78,15 @@ def place(tmp_path_factory) -> Path:
     return root
 
 
+@pytest.fixture
+def one_thread():
+    """Several threads add up in another order, and AdamW scales up such rounding where a gradient is near 0."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 def call(place: Path, command: str, *options: str) -> None:
     common = ["--model", str(place / "tiny"), "--data", str(place / "data"), "--cache", str(place / "cache")]
     common += ["--results", str(place / "results"), "--tasks", "cola", "copa", "--processes", "0"]
@@ -184,7 +193,7 @@ def test_models_in_step_train_as_each_alone(place):
             assert torch.equal(a, b)
 
 
-def test_a_step_is_adamw_on_the_mean_loss_with_clipping(place):
+def test_a_step_is_adamw_on_the_mean_loss_with_clipping(place, one_thread):
     rows, model = loaded(place, "cola")
     model.eval()
     plain = copy.deepcopy(model)
@@ -201,11 +210,8 @@ def test_a_step_is_adamw_on_the_mean_loss_with_clipping(place):
         loss.backward()
         nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
         optimizer.step()
-    for (name, a), b in zip(model.named_parameters(), plain.parameters(), strict=True):
-        # AdamW scales up what is rounding alone: single gradients near 0, and key biases', which softmax takes out
-        if not name.endswith(".k.bias"):
-            torch.testing.assert_close(a, b, rtol=0, atol=2e-3)
-            assert float((a - b).detach().abs().mean()) < 5e-5, name
+    for a, b in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=2e-4)
 
 
 def test_the_best_epoch_comes_back_and_training_stops_after_it(place):

@@ -255,7 +255,7 @@ for bulk in (True, False):
 assert bulks == {True, False}
 
 g, a = torch.randn(3, 20, 32), torch.randn(3, 20, 48)
-for out in (torch.ones(32, 96)[:, :48], torch.ones(48, 64)[:, :32].T):
+for out in (torch.ones(32, 96)[:, :48], torch.ones(48, 64)[:, :32].T, torch.ones(32, 48, 2)[..., 0]):
     pending = pending_squares.PendingSquares("tf32")
     pending.add_products(out, g, a)
     pending.flush()

@@ -245,9 +245,8 @@ class GradientListener:
         if not once or key in self._tied:
             self._waiting.setdefault(key, []).append(gradients)
             return
-        if self.lengths is not None and isinstance(gradients, ProductGradients):
-            if gradients.left.shape[1] == self.tokens:
-                gradients.lengths = self.lengths
+        if isinstance(gradients, ProductGradients) and gradients.left.shape[1] == self.tokens:
+            gradients.lengths = self.lengths
         self.sinks[key].add(gradients, 0, self._pending)
 
     def _finish_local(self, unit: Unit, calls: list[LocalCall]) -> None:

@@ -141,12 +141,12 @@ class PendingSquares:
 
         Args:
             out: The sum so far.
-            gradients: Per-sample gradients g, (N, *shape of out); entries may be arranged in another shape.
+            gradients: Per-sample gradients g, (N, *shape of out).
             then: Gets the squares, (N, entries of out), as soon as they are there.
         """
-        if gradients.numel() != len(gradients) * out.numel():
+        if gradients.shape[1:] != out.shape:
             raise ValueError(f"gradients of shape {tuple(gradients.shape)} are not (N, *{tuple(out.shape)}).")
-        self._gradients.append((out, gradients.flatten(1) if gradients.dim() > 1 else gradients[:, None], then))
+        self._gradients.append((out, gradients.flatten(1), then))
         if gradients.numel() > ENTRIES_PER_LAUNCH:  # worth a launch of its own, and too large to be kept
             self._add_gradients()
 

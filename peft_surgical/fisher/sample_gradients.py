@@ -8,7 +8,7 @@ times in one forward pass gets one of these for each use, and `join` adds them u
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 
 import torch
@@ -93,8 +93,9 @@ class DenseGradients(SampleGradients):
     def dense(self, first: int, stop: int) -> Tensor:
         return self.gradients[first:stop]
 
-    def add_squares(self, out: Tensor, pending: PendingSquares) -> None:
-        pending.add_gradients(out, self.gradients)
+    def add_squares(self, out: Tensor, pending: PendingSquares, then: Callable[[Tensor], None] | None = None) -> None:
+        """See `PendingSquares.add_gradients` for `then`."""
+        pending.add_gradients(out, self.gradients.reshape(self.samples, *out.shape), then)
 
     def at(self, rows: Tensor, columns: Tensor) -> Tensor:
         return self.gradients.flatten(1)[:, rows * self.sum_shape[-1] + columns]

@@ -97,7 +97,7 @@ class DiagonalSum:
             gradients.add_squares(self.sum, pending)
         elif isinstance(gradients, DenseGradients) and self.sum.dim() == 1 and gradients.size <= WHOLE_VECTOR:
             self.kept.choose(None)
-            pending.add_gradients(self.sum, gradients.gradients, partial(self.kept.add_squares, first))
+            gradients.add_squares(self.sum, pending, partial(self.kept.add_squares, first))
         else:
             gradients.add_squares(self.sum, pending)
             self.keeper.keep(self.kept, first, gradients, self.sum, pending)

@@ -110,7 +110,7 @@ def _input_embeddings(model: nn.Module) -> list[nn.Module]:
         get = getattr(type(module), "get_input_embeddings", None)
         try:
             embeddings = get(module) if get else None
-        except NotImplementedError:  # this model has none
+        except NotImplementedError:  # transformers raises it for a model without embeddings of tokens
             continue
         if isinstance(embeddings, nn.Module):
             found[embeddings] = None
