@@ -236,7 +236,7 @@ for bulk in (True, False):
         fisher_triton.TILINGS[size] = fisher_triton.Tiling(32, 16, 16, 4, 1)
     for n, t, o, i in ((5, 32, 32, 48), (3, 40, 33, 17), (2, 70, 80, 16), (3, 1, 5, 7), (1, 20, 40, 24)):
         for dtype in (torch.float32, torch.float16):
-            lengths = torch.tensor([max(0, t - 9 * k) for k in range(n)], dtype=torch.int32)
+            lengths = torch.tensor([max(0, t - 9 * k) for k in range(n)], dtype=torch.int32).roll(1)
             g, a = torch.randn(n, t, o).to(dtype), torch.randn(n, t, i).to(dtype)
             short = g * (torch.arange(t) < lengths[:, None])[..., None]
             dense, ragged = oracle(g, a), oracle(short, a)
