@@ -64,7 +64,7 @@ def operands(samples: int, height: int, width: int) -> tuple[torch.Tensor, torch
 
 def rate(samples: int, height: int, width: int, tiling: Tiling) -> float | None:
     """TFLOP/s of one launch; None where the card has no room for such tiles."""
-    triton_kernel.TILINGS[2] = tiling
+    triton_kernel.TILINGS[2, True] = triton_kernel.TILINGS[2, False] = tiling
     g, a = operands(samples, height, width)
     outs = [torch.zeros(height, width, device="cuda") for _ in range(max(1, ENTRIES_PER_LAUNCH // (height * width)))]
     jobs, kinds = zip(*(triton_kernel.make_job(out, g, a, None) for out in outs), strict=True)

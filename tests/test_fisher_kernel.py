@@ -232,8 +232,7 @@ def oracle(g, a):
 bulks = set()
 for bulk in (True, False):
     fisher_triton._has_copy_engine = lambda device, bulk=bulk: bulk
-    for size in (2, 4):
-        fisher_triton.TILINGS[size] = fisher_triton.Tiling(32, 16, 16, 4, 1)
+    fisher_triton.TILINGS.update(dict.fromkeys(fisher_triton.TILINGS, fisher_triton.Tiling(32, 16, 16, 4, 1)))
     for n, t, o, i in ((5, 32, 32, 48), (3, 40, 33, 17), (2, 70, 80, 16), (3, 1, 5, 7), (1, 20, 40, 24)):
         for dtype in (torch.float32, torch.float16):
             lengths = torch.tensor([max(0, t - 9 * k) for k in range(n)], dtype=torch.int32).roll(1)
