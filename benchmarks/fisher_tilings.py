@@ -35,10 +35,13 @@ TILINGS = [
     Tiling(64, 128, 128, 4, 2),
     *(Tiling(128, 64, 64, 4, stages) for stages in (3, 4)),
     *(Tiling(128, 128, 64, 8, stages) for stages in (3, 4)),
-    *(Tiling(128, 128, 128, 8, stages) for stages in (2, 3)),
+    Tiling(128, 128, 128, 8, 3),
     *(Tiling(64, 256, 64, 8, stages) for stages in (3, 4)),
-    *(Tiling(256, 64, 64, 8, stages) for stages in (3, 4)),
-    Tiling(128, 256, 64, 8, 3),
+    Tiling(256, 64, 64, 8, 3),
+    Tiling(128, 256, 32, 8, 4),
+    *(Tiling(128, 256, 64, 8, stages) for stages in (3, 4)),
+    Tiling(128, 256, 128, 8, 2),
+    Tiling(256, 128, 64, 8, 3),
 ]
 
 

@@ -159,6 +159,51 @@ def test_layer_scales_and_shifts_are_recognized(cls):
     check(cls(4), data(3, 1, 2, 4))
 
 
+class Switched(nn.Module):
+    """Divides by what its mode says, and counts how often."""
+
+    calls = 0
+
+    def __init__(self, width, mode, epsilon=0.1):
+        super().__init__()
+        self.weight, self.mode, self.eps = nn.Parameter(torch.ones(width)), mode, epsilon
+
+    def forward(self, x):
+        Switched.calls += 1
+        size = {"rms": x.square().mean(-1, keepdim=True), "mean": x.abs().mean(-1, keepdim=True), "one": 1 + 0 * x}
+        return self.weight * x * (size[self.mode] + self.eps).rsqrt()
+
+
+def test_of_modules_that_compute_the_same_one_is_tried_out():
+    rules = [find_rule(Switched(5, mode)) for mode in ("rms", "mean", "one")]
+    assert rules == [rms_norm, gain, gain]
+    calls = Switched.calls
+    assert [find_rule(Switched(5, mode)) for mode in ("rms", "mean", "one")] == rules
+    assert Switched.calls == calls
+    find_rule(Switched(5, "rms", epsilon=0.2))
+    find_rule(Switched(6, "rms"))
+    assert Switched.calls > calls
+
+
+@pytest.mark.parametrize("held", [nn.Parameter, nn.Buffer, nn.Linear, torch.Tensor])
+def test_modules_that_hold_more_than_numbers_are_tried_out_each_by_itself(held):
+    for _ in "ab":
+        module = Switched(5, "rms")
+        module.more = held(2, 2) if held is nn.Linear else held(torch.ones(2))
+        calls = Switched.calls
+        rule = find_rule(module)
+        assert rule is None if held in (nn.Parameter, nn.Linear) else rule is rms_norm and Switched.calls > calls
+
+
+@pytest.mark.parametrize("module", [nn.Linear(3, 4, bias=False), nn.Conv1d(3, 4, 2, bias=False)])
+def test_nothing_is_computed_for_a_bias_that_is_not_there(module):
+    x = torch.randn(2, 5, 3) if isinstance(module, nn.Linear) else torch.randn(2, 5, 3, 4)
+    out = module(x) if isinstance(module, nn.Linear) else module(x.flatten(0, 1)).unflatten(0, (2, 5))
+    rule = find_rule(module)
+    assert rule is not None
+    assert set(rule(module, x, torch.ones_like(out))) == {"weight"}
+
+
 @pytest.mark.parametrize("module", [Power(4), Mixing(4), nn.PReLU(4), nn.Bilinear(4, 4, 4)])
 def test_other_modules_are_not_taken_for_scales(module):
     assert try_gain(module) is None

@@ -7,7 +7,7 @@ rule is computed once more for each sample (`local.py`), which is slower and alw
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from copy import copy
 from functools import lru_cache
 from typing import Any
@@ -66,24 +66,29 @@ def find_rule(module: nn.Module) -> Rule | None:
     for cls in type(module).__mro__:
         if cls in RULES:
             return RULES[cls]
-    tried = try_gain(module)
-    if tried is None:
-        return None
-    return rms_norm if _is_rms_norm(module, *tried) else gain
+    key = _what_it_computes(module)
+    if key is None:
+        return _rule_by_trial(module)
+    if key not in _tried:
+        _tried[key] = _rule_by_trial(module)
+    return _tried[key]
+
+
+_tried: dict[Hashable, Rule | None] = {}
 
 
 @register_rule(nn.Linear)
 def linear(module: nn.Module, inputs: Tensor, grad_output: Tensor) -> Mapping[str, SampleGradients]:
     """y = W x + b"""
     g, x = grad_output.flatten(1, -2), inputs.flatten(1, -2)
-    return {"weight": ProductGradients(g, x), "bias": _sum_over_tokens(g)}
+    return {"weight": ProductGradients(g, x)} | _bias(module, g)
 
 
 @register_rule(Conv1D)
 def transposed_linear(module: nn.Module, inputs: Tensor, grad_output: Tensor) -> Mapping[str, SampleGradients]:
     """y = x W + b, the linear map of GPT-2"""
     g, x = grad_output.flatten(1, -2), inputs.flatten(1, -2)
-    return {"weight": ProductGradients(x, g), "bias": _sum_over_tokens(g)}
+    return {"weight": ProductGradients(x, g)} | _bias(module, g)
 
 
 @register_rule(nn.LayerNorm)
@@ -118,12 +123,12 @@ def convolution(module: nn.Module, inputs: Tensor, grad_output: Tensor) -> Mappi
     groups, samples = module.groups, len(inputs)
     patches = F.unfold(x, kernel, dilation=dilation, stride=stride)  # (N M, C K, places)
     left, right = _by_token(g.flatten(2), samples), _by_token(patches, samples)
-    bias = _sum_over_tokens(left)
+    bias = _bias(module, left)
     if groups == 1:
-        return {"weight": ProductGradients(left, right, module.weight.shape), "bias": bias}
+        return {"weight": ProductGradients(left, right, module.weight.shape)} | bias
     left, right = (t.unflatten(-1, (groups, -1)) for t in (left, right))
     weight = torch.einsum("ntgo,ntgi->ngoi", left, right).reshape(samples, *module.weight.shape)
-    return {"weight": DenseGradients(weight), "bias": bias}
+    return {"weight": DenseGradients(weight)} | bias
 
 
 def gain(module: nn.Module, inputs: Tensor, grad_output: Tensor) -> Mapping[str, SampleGradients]:
@@ -164,6 +169,27 @@ def try_gain(module: nn.Module) -> tuple[Tensor, Tensor] | None:
     return (x, u) if torch.allclose(other, zero + u * w, rtol=1e-4, atol=1e-5) else None
 
 
+def _rule_by_trial(module: nn.Module) -> Rule | None:
+    tried = try_gain(module)
+    if tried is None:
+        return None
+    return rms_norm if _is_rms_norm(module, *tried) else gain
+
+
+def _what_it_computes(module: nn.Module) -> Hashable:
+    """The same for modules that compute the same but for their weights, so that one of a model's many normalisations
+    is tried out for all; None where that cannot be told."""
+    attributes = {name: value for name, value in vars(module).items() if name not in _OF_EVERY_MODULE}
+    if module._buffers or module._modules or not all(isinstance(value, _NUMBERS) for value in attributes.values()):
+        return None
+    weights = tuple((name, p.shape, p.dtype, p.device) for name, p in module._parameters.items() if p is not None)
+    return type(module), type(module).forward, weights, module.training, tuple(attributes.items())
+
+
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+_NUMBERS = (int, float, str, torch.dtype, torch.Size, type(None))
+
+
 @lru_cache(maxsize=4)
 def _trial_numbers(width: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Inputs, of which no other dimension is as wide, the first so small that an epsilon shows; and a weight."""
@@ -187,6 +213,11 @@ def _epsilon(module: Any) -> Any:
 
 
 _PADDING = {"zeros": "constant", "reflect": "reflect", "replicate": "replicate", "circular": "circular"}
+
+
+def _bias(module: nn.Module, g: Tensor) -> dict[str, SampleGradients]:
+    """The gradients of a bias, if there is one."""
+    return {} if getattr(module, "bias", None) is None else {"bias": _sum_over_tokens(g)}
 
 
 def _sum_over_tokens(x: Tensor, dims: int = 1) -> DenseGradients:
