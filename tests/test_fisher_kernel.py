@@ -276,7 +276,25 @@ for center in (True, False):
 """
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+
+
+@needs_triton
+def test_tritons_tiles_fit_the_cards_that_get_them(monkeypatch):
+    from peft_surgical.fisher import triton_kernel
+
+    monkeypatch.setattr(triton_kernel.tl, "make_tensor_descriptor", None, raising=False)  # as a new Triton has it
+    room = {(8, 0): 163, (8, 6): 99, (9, 0): 227, (10, 0): 227, (12, 0): 99}  # KiB for a program, by capability
+    for capability, kib in room.items():
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
+        bulk = triton_kernel._has_copy_engine.__wrapped__(torch.device("cuda"))
+        assert bulk == (capability in ((9, 0), (10, 0)))
+        for size in (2, 4):
+            tiling = triton_kernel.TILINGS[size, bulk and size == 2]
+            assert tiling.stages * (tiling.rows + tiling.columns) * tiling.tokens * size <= kib * 1024
+
+
+@needs_triton
 @pytest.mark.skipif(NUMPY >= (2, 4), reason="Triton's interpreter takes arrays for numbers, as NumPy did until 2.4")
 def test_the_kernel_is_right_in_tritons_interpreter():
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(Path(__file__).parents[1])}

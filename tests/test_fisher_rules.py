@@ -174,25 +174,51 @@ class Switched(nn.Module):
         return self.weight * x * (size[self.mode] + self.eps).rsqrt()
 
 
+def is_tried(module) -> bool:
+    """Whether finding a module's rule runs it."""
+    calls = Switched.calls
+    find_rule(module)
+    return Switched.calls > calls
+
+
 def test_of_modules_that_compute_the_same_one_is_tried_out():
     rules = [find_rule(Switched(5, mode)) for mode in ("rms", "mean", "one")]
     assert rules == [rms_norm, gain, gain]
     calls = Switched.calls
     assert [find_rule(Switched(5, mode)) for mode in ("rms", "mean", "one")] == rules
     assert Switched.calls == calls
-    find_rule(Switched(5, "rms", epsilon=0.2))
-    find_rule(Switched(6, "rms"))
-    assert Switched.calls > calls
 
 
-@pytest.mark.parametrize("held", [nn.Parameter, nn.Buffer, nn.Linear, torch.Tensor])
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda: Switched(6, "rms"),
+        lambda: Switched(5, "rms", epsilon=0.2),
+        lambda: Switched(5, "rms").eval(),
+        lambda: Switched(5, "rms").double(),
+        lambda: type("Heir", (Switched,), {})(5, "rms"),
+    ],
+)
+def test_modules_that_may_compute_something_else_are_tried_out(other):
+    find_rule(Switched(5, "rms"))
+    assert is_tried(other())
+
+
+@pytest.mark.parametrize("held", [nn.Buffer, torch.Tensor, list])
 def test_modules_that_hold_more_than_numbers_are_tried_out_each_by_itself(held):
     for _ in "ab":
         module = Switched(5, "rms")
-        module.more = held(2, 2) if held is nn.Linear else held(torch.ones(2))
-        calls = Switched.calls
-        rule = find_rule(module)
-        assert rule is None if held in (nn.Parameter, nn.Linear) else rule is rms_norm and Switched.calls > calls
+        module.more = held(torch.ones(2))
+        assert is_tried(module)
+        assert find_rule(module) is rms_norm
+
+
+@pytest.mark.parametrize("held", [nn.Parameter(torch.ones(2)), nn.Linear(2, 2)])
+def test_modules_with_other_weights_are_not_taken_for_like_ones_without(held):
+    assert find_rule(Switched(5, "rms")) is rms_norm
+    module = Switched(5, "rms")
+    module.more = held
+    assert find_rule(module) is None
 
 
 @pytest.mark.parametrize("module", [nn.Linear(3, 4, bias=False), nn.Conv1d(3, 4, 2, bias=False)])

@@ -204,7 +204,7 @@ def _scratch(device: torch.device, size: int, alignment: int, stream: int | None
 def _has_copy_engine(device: torch.device) -> bool:
     return (
         device.type == "cuda"
-        and (9, 0) <= torch.cuda.get_device_capability(device) < (12, 0)  # 12 has no shared memory for its tiles
+        and (9, 0) <= torch.cuda.get_device_capability(device) < (12, 0)  # whose shared memory is too small
         and hasattr(tl, "make_tensor_descriptor")
         and hasattr(triton, "set_allocator")
     )
