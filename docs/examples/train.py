@@ -89,3 +89,5 @@ trainer = Trainer(
 shard_by_layer(trainer.accelerator, model)  # for FSDP
 trainer.train(resume_from_checkpoint=args.resume)
 trainer.save_model(f"{args.output}/adapter")  # gathers sharded weights; the first process writes
+process.wait_for_everyone()
+process.destroy_process_group()  # or its threads may still run when Python ends, and crash
