@@ -9,8 +9,8 @@ from typing import Any
 from torch import nn
 
 from peft_surgical.layers import find_stacks, unwrap
+from peft_surgical.methods.config import DeltaConfig
 from peft_surgical.processes import count_processes, gather
-from peft_surgical.tuners.config import DeltaConfig
 
 
 _ENGINES = {  # by the class that the engine gives a module, or wraps it in

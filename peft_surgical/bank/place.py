@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from peft_surgical.modules.tuned_module import TunedModule
+from peft_surgical.copies.module import TunedModule
 
 
 @dataclass(frozen=True)

@@ -19,10 +19,10 @@ from peft_surgical.bank.files import Spec
 from peft_surgical.bank.place import Place, Slot
 from peft_surgical.bank.store import Task
 from peft_surgical.bank.structure import Units
-from peft_surgical.deltas.adapter_files import PREFIX, method_of
-from peft_surgical.modules.tuned_module import TunedModule
-from peft_surgical.modules.tuned_owner import TunedOwner
-from peft_surgical.stratified.layers import StratifiedModule
+from peft_surgical.copies.in_place import TunedOwner
+from peft_surgical.copies.module import TunedModule
+from peft_surgical.files.adapter import PREFIX, method_of
+from peft_surgical.methods.stratified.layers import StratifiedModule
 
 
 SURGICAL = TunedModule.adapter_layer_names[0]

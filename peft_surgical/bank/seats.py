@@ -14,7 +14,7 @@ from peft_surgical.bank.places import Places
 from peft_surgical.bank.store import Store, Task
 from peft_surgical.bank.structure import Structure
 from peft_surgical.bank.tiers import NoRoomError
-from peft_surgical.deltas.adapter_files import method_of
+from peft_surgical.files.adapter import method_of
 
 
 class Seats:

@@ -13,8 +13,8 @@ from peft_surgical.bank.place import Slot
 from peft_surgical.bank.seats import Seats
 from peft_surgical.bank.store import Task
 from peft_surgical.bank.structure import Units
-from peft_surgical.deltas.adapter_files import entry_of, method_of
-from peft_surgical.modules.tuned_module import TunedModule
+from peft_surgical.copies.module import TunedModule
+from peft_surgical.files.adapter import entry_of, method_of
 
 
 logger = logging.getLogger(__name__)

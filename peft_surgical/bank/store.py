@@ -16,9 +16,9 @@ from peft.utils import SAFETENSORS_WEIGHTS_NAME
 
 from peft_surgical.bank.files import Layout, Spec, TaskFile
 from peft_surgical.bank.tiers import NoRoomError, Tier
-from peft_surgical.deltas.adapter_files import Entry, entries, read_config
-from peft_surgical.deltas.encoded_tensors import ERROR, decode_tensors, decoded_shapes
-from peft_surgical.deltas.tensor_files import download
+from peft_surgical.files.adapter import Entry, entries, read_config
+from peft_surgical.files.encoded_state import ERROR, decode_tensors, decoded_shapes
+from peft_surgical.files.tensor_files import download
 
 
 @dataclass

@@ -28,7 +28,7 @@ TILINGS = {
     (2, False): Tiling(128, 128, 64, 8, 3),
     (4, False): Tiling(128, 128, 32, 8, 3),
 }
-"""By the bytes of an operand, and whether the copy engine fetches it (`benchmarks/fisher_tilings.py`). The larger the
+"""By the bytes of an operand, and whether the copy engine fetches it (`benchmarks/fisher/tilings.py`). The larger the
 tile, the less is read; the largest keeps some of its sums in local memory and is the fastest all the same."""
 
 DOTS = {"fp32x3": "bf16x3", "tf32": "tf32"}

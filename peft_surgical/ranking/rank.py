@@ -20,7 +20,7 @@ from peft_surgical.layers import Stack, choose_stack, unwrap
 from peft_surgical.processes import count_processes, gather, process_number
 from peft_surgical.ranking.aggregation import AGGREGATIONS, LayerScores
 from peft_surgical.ranking.heads import redrawn_head
-from peft_surgical.ranking.layer_ranking import LayerRanking
+from peft_surgical.ranking.ranking import LayerRanking
 from peft_surgical.ranking.scores import Score, ScoreRequest, find_score
 from peft_surgical.ranking.uncertainty import Uncertainty, estimate_uncertainty, kendall_tau
 from peft_surgical.sharding import check_not_prepared, check_same_weights

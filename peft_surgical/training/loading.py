@@ -11,7 +11,7 @@ from peft import PeftModel, TaskType
 from torch import nn
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, set_seed
 
-from peft_surgical.tuners.task_heads import head_names
+from peft_surgical.methods.heads import head_names
 
 
 ADAPTER_FILE = "adapter_config.json"

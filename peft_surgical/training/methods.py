@@ -10,9 +10,9 @@ from peft import LoraConfig, TaskType, get_peft_model
 from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
 from torch import nn
 
+from peft_surgical.methods.stratified.config import StratifiedConfig
+from peft_surgical.methods.surgical_config import SurgicalConfig
 from peft_surgical.ranking.rank import LayerRanking
-from peft_surgical.stratified.config import StratifiedConfig
-from peft_surgical.surgical.config import SurgicalConfig
 from peft_surgical.training import spafit
 
 

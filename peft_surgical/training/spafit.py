@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 from peft import TaskType
 from torch import nn
 
+from peft_surgical.methods.stratified.config import StratifiedConfig
+from peft_surgical.methods.stratified.strata import resolve_strata
+from peft_surgical.methods.stratified.stratum_tensors import choose
 from peft_surgical.ranking.rank import LayerRanking
-from peft_surgical.stratified.config import StratifiedConfig
-from peft_surgical.stratified.strata import resolve_strata
-from peft_surgical.stratified.stratum_tensors import choose
 
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from torch import nn
 from transformers import BeitConfig, BeitForImageClassification, Trainer, TrainerCallback, TrainingArguments
 
 from peft_surgical import StratifiedConfig, SurgicalConfig
-from peft_surgical.optimization import parameter_groups
+from peft_surgical.methods.parameter_groups import parameter_groups
 from peft_surgical.sharding import shard_by_layer
 
 

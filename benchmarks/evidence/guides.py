@@ -1,0 +1,42 @@
+"""Put the tables of the results into the guides, between `<!-- results: NAME -->` and `<!-- end of results -->`.
+
+python -m benchmarks.evidence.guides docs/deltas.md docs/serving.md      # after new results
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+
+RESULTS = Path(__file__).parents[1] / "results"
+_BLOCK = re.compile(r"(<!-- results: ([\w-]+) -->\n)(.*?)(<!-- end of results -->)", re.S)
+
+
+def blocks(page: Path) -> Iterator[tuple[str, str]]:
+    """The results that a page shows: their name, and what is shown of them."""
+    for match in _BLOCK.finditer(page.read_text(encoding="utf-8")):
+        yield match[2], match[3].strip()
+
+
+def table_of(name: str) -> str:
+    """The table of a file of results; the part of its name before the device is that of its benchmark."""
+    record = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+    return importlib.import_module(name.partition("-")[0]).table(record)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("pages", nargs="+", type=Path)
+    for page in parser.parse_args().pages:
+        text = page.read_text(encoding="utf-8")
+        filled = _BLOCK.sub(lambda match: f"{match[1]}\n{table_of(match[2])}\n\n{match[4]}", text)
+        page.write_text(filled, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

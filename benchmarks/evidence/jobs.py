@@ -1,0 +1,265 @@
+"""What one process of the benchmarks does at a time, and where its results go."""
+
+from __future__ import annotations
+
+import copy
+import json
+import time
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from benchmarks.evidence import criteria, methods, models, records, tasks, training, warm_start
+from benchmarks.evidence.training import Trainee
+from peft_surgical.ranking.rank import rank_layers
+
+
+RANDOM_DRAWS = 5
+SAMPLE_SIZES = (1, 10, 30, 100, 300, 1000)
+REFERENCE_SIZE = 2000
+SAMPLE_DRAWS = 3
+LEFT_OUT = ("samples", "model", "versions")
+"""What a ranking's record repeats, or what is long."""
+TRACKED = (0.0, 0.2, 0.5, 0.8, 1.0)
+"""Fractions of the training at which the paper ranks the layers: epochs 0, 2, 5, 8 and 10 of 10."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where everything is.
+
+    Args:
+        model: A folder, or a name on the hub.
+        data: The folder with the tasks.
+        results: Where results go.
+        cache: Where tokenised tasks are kept.
+        device: What it runs on.
+    """
+
+    model: str
+    data: Path
+    results: Path
+    cache: Path
+    device: str
+
+    def load(self, task: str, seed: int) -> torch.nn.Module:
+        """The pretrained model with a fresh head."""
+        made = tasks.TASKS[task]
+        return models.load(self.model, made.outputs, choices=made.choices, seed=seed, device=self.device)
+
+    def rows(self, task: str) -> tasks.TaskData:
+        """The rows of a task, on the device."""
+        tokenizer = transformers.AutoTokenizer.from_pretrained(self.model)
+        data = tasks.load_cached(task, tokenizer, self.data, self.cache)
+        return tasks.TaskData(*(part.to(self.device) for part in (data.train, data.held_out, data.validation)))
+
+    def lengths(self, task: str) -> torch.Tensor:
+        """How many tokens the training rows of a task have."""
+        return _lengths(task, self.data, self.cache)
+
+    @property
+    def depth(self) -> int:
+        """How many layers the model has."""
+        return transformers.AutoConfig.from_pretrained(self.model).num_hidden_layers
+
+    def sizes(self) -> dict[str, dict[str, Any]]:
+        """How large the tasks are, as far as it was written down."""
+        file = self.results / "tasks.json"
+        return json.loads(file.read_text()) if file.exists() else {}
+
+    def runs_file(self, task: str) -> Path:
+        """Where the runs of a task go, one a line."""
+        return self.results / "runs" / f"{task}.jsonl"
+
+    def runs(self, task: str) -> dict[tuple[str, float, int], dict[str, Any]]:
+        """The runs of a task so far, by method, learning rate and seed."""
+        return {(r["tuning"], r["rate"], r["seed"]): r for r in records.read(self.runs_file(task))}
+
+    def rankings(self, task: str, seed: int) -> dict[str, dict[str, Any]]:
+        """The rankings of a task so far, by score."""
+        found = [r for r in records.read(self.results / "rankings.jsonl") if r["task"] == task]
+        shared = {r["score"]: r for r in found if r["seed"] == 0 and r["score"] in criteria.COSTLY}
+        return shared | {r["score"]: r for r in found if r["seed"] == seed}
+
+    def is_tracked(self, task: str, seed: int) -> bool:
+        """Whether there is a result of `track`."""
+        return any((r["task"], r["seed"]) == (task, seed) for r in records.read(self.results / "track.jsonl"))
+
+    def sampled(self, task: str, seed: int) -> set[str]:
+        """The kinds of rankings that there are of `samples`."""
+        found = [r for r in records.read(self.results / "samples.jsonl") if (r["task"], r["seed"]) == (task, seed)]
+        return {ranking["kind"] for record in found for ranking in record["rankings"]}
+
+    def rates(self) -> dict[str, float]:
+        """The learning rate chosen for each family of methods."""
+        file = self.results / "rates.json"
+        if not file.exists():
+            raise ValueError(f"{file} is not there: choose the learning rates first, with the command `rates`.")
+        return json.loads(file.read_text())["chosen"]
+
+
+@cache
+def _lengths(task: str, data: Path, kept: Path) -> torch.Tensor:
+    return tasks.load_cached(task, None, data, kept).train.lengths
+
+
+@dataclass(frozen=True)
+class Job:
+    """Some work on one task.
+
+    Args:
+        kind: One of `JOBS`.
+        task: The task.
+        seed: The seed.
+        items: Methods or scores.
+        rates: The learning rate of each method.
+        weight: How long it takes, in any unit.
+    """
+
+    kind: str
+    task: str
+    seed: int
+    items: tuple[str, ...] = ()
+    rates: tuple[float, ...] = ()
+    weight: float = 1.0
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.task} s{self.seed} {' '.join(self.items)}"
+
+
+def train_job(place: Place, job: Job) -> None:
+    """Train several models of a task in step, and write a result for each."""
+    task, data = tasks.TASKS[job.task], place.rows(job.task)
+    base = place.load(job.task, job.seed)
+    began = time.perf_counter()
+    trainees = []
+    for tuning, rate in zip(job.items, job.rates, strict=True):
+        torch.manual_seed(job.seed)
+        adapted = methods.adapt(copy.deepcopy(base), tuning)
+        trainees.append(Trainee(training.halve_frozen(adapted), rate))
+    training.fit(trainees, task, data.train, data.held_out, seed=job.seed)
+    for tuning, trainee in zip(job.items, trainees, strict=True):
+        assert trainee.best is not None
+        measured = tasks.score(task, training.predict(trainee.model, data.validation), data.validation)
+        result = {
+            "model": Path(place.model).name,
+            "task": job.task,
+            "tuning": tuning,
+            "rate": trainee.peak,
+            "seed": job.seed,
+            "metric": task.metric,
+            "validation": measured,
+            "held_out": {task.metric: trainee.best.rank[0], "loss": -trainee.best.rank[1]},
+            "best_epoch": trainee.best.epoch,
+            "history": trainee.history,
+            **methods.size(trainee.model),
+            "rows": len(data.train),
+            "batch": task.batch,
+            "epochs": task.epochs,
+            "group": {"tunings": job.items, "seconds": time.perf_counter() - began},
+            **surroundings(place),
+        }
+        records.append(place.runs_file(job.task), result)
+
+
+def rank_job(place: Place, job: Job) -> None:
+    """Rank the layers of a task by several scores."""
+    features = place.rows(job.task).train.to("cpu").features()
+    model = place.load(job.task, job.seed)
+    errors = []
+    for score in job.items:
+        name, seed = (score, job.seed)
+        if score.startswith("random"):
+            name, seed = "random", job.seed * RANDOM_DRAWS + int(score.removeprefix("random"))
+        options = {"num_samples": criteria.SAMPLES.get(score, 100), "seed": seed, "progress": False}
+        began = time.perf_counter()
+        try:
+            ranking = rank_layers(model, features, score=name, **options)
+        except Exception as error:  # the other scores do not depend on it
+            errors.append(f"{score}: {type(error).__name__}: {error}")
+            continue
+        result = {
+            "model": Path(place.model).name,
+            "task": job.task,
+            "seed": job.seed,
+            "score": score,
+            "order": ranking.order,
+            "scores": ranking.scores,
+            "split_half_tau": ranking.split_half_tau,
+            "seconds": time.perf_counter() - began,
+            "record": {key: value for key, value in ranking.record.items() if key not in LEFT_OUT},
+            **surroundings(place),
+        }
+        records.append(place.results / "rankings.jsonl", result)
+    if errors:
+        raise RuntimeError("; ".join(errors))
+
+
+def track_job(place: Place, job: Job) -> None:
+    """Rank the layers while the whole model is tuned (figures 2 to 5 of Lodha et al.)."""
+    task, data = tasks.TASKS[job.task], place.rows(job.task)
+    features = data.train.to("cpu").features()
+    trainee = Trainee(methods.adapt(place.load(job.task, job.seed), "full"), job.rates[0])
+    wanted = {round(part * task.epochs) for part in TRACKED}
+    points = []
+
+    def rank(epoch: int) -> None:
+        if epoch in wanted:
+            ranking = rank_layers(trainee.model, features, seed=job.seed, progress=False)
+            measured = tasks.score(task, training.predict(trainee.model, data.held_out), data.held_out)
+            points.append({"epoch": epoch, "scores": ranking.scores, "held_out": measured[task.metric]})
+
+    rank(0)
+    epochs = training.train([trainee], data.train, batch=task.batch, epochs=task.epochs, seed=job.seed)
+    for epoch, _ in enumerate(epochs, 1):
+        rank(epoch)
+    result = {"task": job.task, "seed": job.seed, "points": points, **surroundings(place)}
+    records.append(place.results / "track.jsonl", result)
+
+
+def samples_job(place: Place, job: Job) -> None:
+    """Rank the layers by the Fisher from few and many samples with one kind of labels, or with several heads."""
+    rows = place.rows(job.task).train
+    features = rows.to("cpu").features()
+    found = []
+
+    def rank(model: torch.nn.Module, kind: str, n: int, seed: int, labels: str = "given", **more: int) -> None:
+        options = {"num_samples": n, "labels": labels, "seed": seed, "batch_size": 64}  # large, for speed alone
+        ranking = rank_layers(model, features, progress=False, **options)
+        found.append({"kind": kind, "n": n, "draw": seed, "scores": ranking.scores, **more})
+
+    for kind in job.items:
+        if kind == "head":
+            index = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))[:1000]
+            seen = rows.take(index.to(rows.labels.device))
+            for head in range(5):
+                fresh = place.load(job.task, head)
+                rank(fresh, "head", 100, 0, head=head)
+                rank(warm_start.warm_head(fresh, seen, head), "warm head", 100, 0, head=head)
+            continue
+        model = place.load(job.task, job.seed)
+        for n in (size for size in SAMPLE_SIZES if size < len(rows)):
+            for draw in range(1, 1 + (SAMPLE_DRAWS if n <= 300 else 1)):
+                rank(model, kind, n, draw, kind)
+        rank(model, kind, min(REFERENCE_SIZE, len(rows)), 0, kind)
+    result = {"task": job.task, "seed": job.seed, "rankings": found, **surroundings(place)}
+    records.append(place.results / "samples.jsonl", result)
+
+
+def kinds_of_labels(task: str) -> tuple[str, ...]:
+    """The labels that a Fisher of a task can be measured with."""
+    return ("given", "sampled") if tasks.TASKS[task].regression else ("given", "sampled", "exact")
+
+
+JOBS = {"train": train_job, "rank": rank_job, "track": track_job, "samples": samples_job}
+
+
+def surroundings(place: Place) -> dict[str, Any]:
+    """What a result was measured with."""
+    device = torch.cuda.get_device_name() if place.device == "cuda" else "cpu"
+    return {"device": device, "versions": {name: version(name) for name in ("torch", "transformers", "peft")}}

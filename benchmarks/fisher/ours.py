@@ -1,0 +1,81 @@
+"""The library's own ways to get the diagonal Fisher, for `fisher_speed.py`: its engines, and `rank_layers` itself."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from benchmarks.fisher.other_ways import Case
+from peft_surgical import rank_layers
+from peft_surgical.fisher import kernel as fisher_kernel
+from peft_surgical.fisher.batches import Batch
+from peft_surgical.fisher.diagonal import layer_fisher
+from peft_surgical.fisher.log_likelihood import make_objective
+from peft_surgical.layers import choose_stack
+from peft_surgical.ranking.scores import aggregate
+
+
+def engine(case: Case, name: str, shares: bool = False, aggregation: str = "frobenius") -> list[float]:
+    """The scores of the layers by one engine.
+
+    Args:
+        case: The model and its batches; those sorted by length are used.
+        name: The engine.
+        shares: Whether to estimate what each sample contributes, as `rank_layers` does for its intervals.
+        aggregation: How the diagonal of a layer becomes one number.
+    """
+    measurement = layer_fisher(
+        case.model,
+        choose_stack(case.model, None).layers,
+        _batches(case),
+        make_objective(case.model),
+        diagonal=aggregation.startswith("frobenius"),
+        engine=name,
+        shares=shares,
+    )
+    return aggregate(measurement, aggregation).scores
+
+
+def whole(case: Case, batch_size: int) -> list[float]:
+    """`rank_layers` from the data to the ranking: it draws and sorts samples, and adds intervals to the scores."""
+    features = [{k: v[0].tolist() for k, v in _inputs(case, sample).items()} for sample in case.samples]
+    return rank_layers(case.model, features, num_samples=len(features), batch_size=batch_size, progress=False).scores
+
+
+@contextlib.contextmanager
+def without_kernel() -> Iterator[None]:
+    """As on a machine without Triton."""
+    previous, fisher_kernel.kernel_works = fisher_kernel.kernel_works, lambda operand, precision, device: False
+    try:
+        yield
+    finally:
+        fisher_kernel.kernel_works = previous
+
+
+@contextlib.contextmanager
+def with_precision(precision: str) -> Iterator[None]:
+    """The products of the Fisher, though not those of the model, in another precision."""
+    previous, fisher_kernel.default_precision = fisher_kernel.default_precision, lambda: precision
+    try:
+        yield
+    finally:
+        fisher_kernel.default_precision = previous
+
+
+def _batches(case: Case) -> list[Batch]:
+    batches, first = [], 0
+    for inputs in case.sorted_batches:
+        size = len(inputs["labels"])
+        batches.append(Batch(_inputs(case, inputs), tuple(range(first, first + size))))
+        first += size
+    return batches
+
+
+def _inputs(case: Case, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """For a causal model the labels are the tokens themselves."""
+    if not case.causal:
+        return inputs
+    return {**inputs, "labels": torch.where(inputs["attention_mask"].bool(), inputs["input_ids"], -100)}

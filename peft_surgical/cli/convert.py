@@ -1,0 +1,91 @@
+"""`peft-surgical convert` and `peft-surgical export-lora`: saved adapters in another form."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from torch.utils.data import DataLoader
+from transformers import DataCollatorWithPadding
+
+from peft_surgical.cli import options
+from peft_surgical.cli.console import make_console, size
+from peft_surgical.convert.convert import base_of, convert_adapter, export_lora
+from peft_surgical.convert.distil import Distillation, distil_scales
+from peft_surgical.convert.inspect import inspect_adapter
+from peft_surgical.convert.merge import adapted_model
+from peft_surgical.files.adapter import AdapterFile
+from peft_surgical.training.loading import load_tokenizer
+from peft_surgical.training.splits import find_split, read_splits
+from peft_surgical.training.tasks import encode, make_task
+
+
+def convert(
+    adapter: Annotated[str, typer.Argument(help="The adapter: a folder, or its name on the hub.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The folder to write to.")],
+    encoding: options.DeltaEncoding,
+    base: Annotated[str | None, typer.Option(help="The base model, if not where the adapter's config says.")] = None,
+    distil: Annotated[
+        str | None,
+        typer.Option(
+            help="With --encoding sign: labelled text, as in train, on whose first rows better step sizes are found."
+        ),
+    ] = None,
+    rows: Annotated[int, typer.Option(help="With --distil: how many rows.")] = 256,
+    batch_size: Annotated[int, typer.Option(help="With --distil: rows per batch.")] = 16,
+    text_columns: options.TextColumns = None,
+    quiet: options.Quiet = False,
+) -> None:
+    """Write an adapter again with another encoding: smaller, or the plain values back."""
+    console = make_console(quiet=quiet)
+    with options.errors_in_words(console):
+        progress = console.is_terminal and not quiet
+        if distil is None:
+            convert_adapter(adapter, output, encoding, base=base, progress=progress)
+        elif encoding != "sign":
+            raise ValueError(f"--distil finds step sizes for --encoding sign, not for {encoding}.")
+        else:
+            found = _distil(adapter, output, base, distil, rows, batch_size, tuple(text_columns or ()), progress)
+            console.print(f"Mean squared error of the outputs: {found.before:.3g}, distilled {found.after:.3g}")
+        before, after = inspect_adapter(adapter), inspect_adapter(output)
+        console.print(str(after), markup=False, soft_wrap=True)
+        console.print(f"\nSaved {output}: {size(after.nbytes)}, was {size(before.nbytes)}")
+
+
+def export(
+    adapter: Annotated[str, typer.Argument(help="The STRATIFIED adapter: a folder, or its name on the hub.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The folder to write to.")],
+    head: Annotated[bool, typer.Option("--head", help="Include the head: for PEFT itself, not for servers.")] = False,
+    quiet: options.Quiet = False,
+) -> None:
+    """Write the LoRA part of a STRATIFIED adapter alone, for servers that take nothing else."""
+    console = make_console(quiet=quiet)
+    with options.errors_in_words(console):
+        left_out = export_lora(adapter, output, head=head)
+        for name in left_out:
+            console.print(f"left out: {name}", markup=False)
+        console.print(f"Saved {output}; {len(left_out)} tensors are left out")
+
+
+def _distil(
+    adapter: str,
+    output: Path,
+    base: str | None,
+    data: str,
+    rows: int,
+    batch_size: int,
+    text_columns: tuple[str, ...],
+    progress: bool,
+) -> Distillation:
+    delta = AdapterFile(adapter)
+    before = base_of(delta, base)
+    model = adapted_model(before, delta).eval()
+    tokenizer = load_tokenizer(before.source)
+    task = make_task(read_splits(data), text_columns=text_columns)
+    split = task.split(find_split(task.splits, "train") or next(iter(task.splits)))
+    encoded = encode(split.select(range(min(rows, len(split)))), tokenizer, 128)
+    batches = DataLoader(encoded, batch_size=batch_size, collate_fn=DataCollatorWithPadding(tokenizer))  # type: ignore[arg-type]
+    found = distil_scales(model, batches, progress=progress)
+    model.save_pretrained(str(output))
+    return found

@@ -1,1 +1,0 @@
-"""The commands of `peft-surgical`, one per file."""

@@ -1,0 +1,218 @@
+"""How far fine-tuning moved each tensor, layer and sub-layer of a model."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from tqdm import tqdm
+
+from peft_surgical.copies.select import own_tensor_names, units
+from peft_surgical.layers import find_stacks
+
+
+CHUNK = 1 << 22  # entries compared at a time, so that differences take little memory
+
+
+@dataclass(frozen=True)
+class Move:
+    """How far one tensor moved.
+
+    Args:
+        name: Its name in the model.
+        module: The path of the module that holds it.
+        stack: The stack of its layer, or None outside all stacks.
+        layer: Its layer, or None.
+        part: What the module is called inside its layer.
+        distance: Norm of the difference; NaN for a tensor that the base lacks or has in another shape.
+        norm: Norm of the base's values.
+        differs: Whether any bit differs.
+    """
+
+    name: str
+    module: str
+    stack: str | None
+    layer: int | None
+    part: str
+    distance: float
+    norm: float
+    differs: bool
+
+    @property
+    def is_new(self) -> bool:
+        """Whether the base has no tensor of this name and shape."""
+        return math.isnan(self.distance)
+
+
+class Movement(list[Move]):
+    """The moves of all tensors of a model."""
+
+    def by_layer(self) -> dict[tuple[str, int], list[Move]]:
+        """The moves inside layers, by stack and layer."""
+        return _grouped(self, lambda move: (move.stack, move.layer))
+
+    def layer_distances(self) -> dict[tuple[str, int], float]:
+        """How far each layer moved, relative to its norm."""
+        return {key: relative_distance(moves) for key, moves in self.by_layer().items()}
+
+    def by_part(self) -> dict[tuple[str, int, str], float]:
+        """How far each sub-layer moved, relative to its norm."""
+        groups = _grouped(self, lambda move: (move.stack, move.layer, move.part))
+        return {key: relative_distance(moves) for key, moves in groups.items()}
+
+    def __str__(self) -> str:
+        rows = [
+            (f"{stack} {layer}", f"{relative_distance(moves):.3e}", _largest(moves), str(_count(moves)))
+            for (stack, layer), moves in self.by_layer().items()
+        ]
+        outside = _grouped(
+            (m for m in self if m.layer is None and m.differs), lambda move: (move.module,), within_layers=False
+        )
+        for (module,), moves in outside.items():
+            moved = "new" if any(m.is_new for m in moves) else f"{relative_distance(moves):.3e}"
+            rows.append((module or "the model itself", moved, "", str(_count(moves))))
+        return table(("layer", "moved", "most in", "tensors that differ"), rows)
+
+    def plot(self, path: str | os.PathLike) -> None:
+        """Draw a heat map, a layer per column and a sub-layer per row.
+
+        Args:
+            path: The image file to write. Needs matplotlib.
+        """
+        from matplotlib.figure import Figure
+
+        distances = self.by_part()
+        columns = list(self.by_layer())
+        parts = list(dict.fromkeys(part for _, _, part in distances))
+        grid = [[distances.get((*column, part), math.nan) for column in columns] for part in parts]
+        figure = Figure(figsize=(2.5 + 0.35 * len(columns), 1.5 + 0.28 * len(parts)), layout="constrained")
+        axes = figure.subplots()
+        image = axes.imshow(grid, aspect="auto", cmap="viridis")
+        single = len({stack for stack, _ in columns}) == 1
+        labels = [str(layer) if single else f"{stack} {layer}" for stack, layer in columns]
+        axes.set_xticks(range(len(columns)), labels, rotation=0 if single else 90)
+        axes.set_yticks(range(len(parts)), parts)
+        axes.set_xlabel("layer")
+        figure.colorbar(image, label="distance / norm")
+        figure.savefig(path, dpi=150)
+
+
+def measure_movement(
+    base: Mapping[str, torch.Tensor], tuned: Mapping[str, torch.Tensor], model: nn.Module, *, progress: bool = False
+) -> Movement:
+    """Compare two sets of a model's tensors, one tensor at a time.
+
+    Args:
+        base: The tensors before, by the model's names.
+        tuned: The tensors after.
+        model: The model that the names are from; it may be on the meta device.
+        progress: Whether to show a progress bar.
+
+    Raises:
+        ValueError: `tuned` lacks a tensor of the model.
+    """
+    places = tensor_places(model)
+    moves = Movement()
+    for name in tqdm(model.state_dict(), disable=not progress, desc="Comparing"):
+        if name not in tuned:
+            raise ValueError(f"The tuned checkpoint has no tensor {name!r}, which a {type(model).__name__} needs.")
+        after = tuned[name]
+        if name in base and base[name].shape == after.shape:
+            distance, norm, differs = _compare(base[name], after)
+        else:
+            distance, norm, differs = math.nan, math.nan, True
+        moves.append(Move(name, *places[name], distance, norm, differs))
+    return moves
+
+
+def tensor_places(model: nn.Module) -> dict[str, tuple[str, str | None, int | None, str]]:
+    """Where each tensor of a model is: the path of its module, the stack, the layer, and the part of the layer."""
+    places: dict[str, tuple[str, str | None, int | None, str]] = {}
+    for stack in find_stacks(model).values():
+        for layer in stack.layers:
+            for name in layer.module.state_dict():
+                part = name.rpartition(".")[0]
+                path = f"{layer.path}.{part}" if part else layer.path
+                places[f"{layer.path}.{name}"] = (path, stack.name, layer.index, part or "the layer itself")
+    layers = {layer.path for stack in find_stacks(model).values() for layer in stack.layers}
+    for path, names in _outside_units("", model, layers):
+        for name in names:
+            places.setdefault(f"{path}.{name}".removeprefix("."), (path, None, None, path))
+    return places
+
+
+def _outside_units(path: str, module: nn.Module, layers: set[str]) -> Iterator[tuple[str, list[str]]]:
+    """The modules outside the layers that can be tuned as a whole, and what modules around layers hold themselves."""
+    if path in layers:
+        return
+    if not any(layer.startswith(f"{path}." if path else "") for layer in layers):
+        yield from units(path, module)
+        return
+    yield path, own_tensor_names(module)
+    for name, child in module.named_children():
+        yield from _outside_units(f"{path}.{name}" if path else name, child, layers)
+
+
+def relative_distance(moves: Iterable[Move]) -> float:
+    """The norm of all differences over the norm of the base's values."""
+    moves = [move for move in moves if not move.is_new]
+    norm = math.hypot(*(move.norm for move in moves))
+    distance = math.hypot(*(move.distance for move in moves))
+    return distance / norm if norm else (math.inf if distance else 0.0)
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Text in columns, the first one to the left and the others to the right."""
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    lines = []
+    for row in (head, *rows):
+        right = [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
+        lines.append("  ".join([row[0].ljust(widths[0]), *right]).rstrip())
+    return "\n".join(lines)
+
+
+def _compare(base: torch.Tensor, tuned: torch.Tensor) -> tuple[float, float, bool]:
+    squares = norms = 0.0
+    differs = False
+    for before, after in zip(_chunks(base), _chunks(tuned), strict=True):
+        differs = differs or not _same_bits(before, after)
+        old, new = _wide(before), _wide(after)
+        squares += float((new - old).square().sum())
+        norms += float(old.square().sum())
+    return math.sqrt(squares), math.sqrt(norms), differs
+
+
+def _chunks(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+    return tensor.reshape(-1).split(CHUNK)
+
+
+def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).double()
+
+
+def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if a.dtype != b.dtype:  # a copy in a wider dtype is the same
+        dtype = torch.promote_types(a.dtype, b.dtype)
+        a, b = a.to(dtype), b.to(dtype)
+    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
+def _grouped(moves: Iterable[Move], key: Callable[[Move], tuple], within_layers: bool = True) -> dict:
+    groups: dict = {}
+    for move in moves:
+        if not within_layers or move.layer is not None:
+            groups.setdefault(key(move), []).append(move)
+    return groups
+
+
+def _largest(moves: Sequence[Move]) -> str:
+    parts = _grouped(moves, lambda move: (move.part,))
+    return max(parts, key=lambda part: relative_distance(parts[part]))[0] if any(m.differs for m in moves) else ""
+
+
+def _count(moves: Sequence[Move]) -> int:
+    return sum(move.differs for move in moves)

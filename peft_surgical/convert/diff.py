@@ -1,0 +1,227 @@
+"""Adapters from checkpoints of whole models: what a full fine-tune changed, layer by layer."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from peft import PeftModel, get_peft_model_state_dict
+from peft.utils import SAFETENSORS_WEIGHTS_NAME
+from torch import nn
+from tqdm import tqdm
+
+from peft_surgical.convert.change import Movement, measure_movement, relative_distance
+from peft_surgical.files.adapter import Entry, entries
+from peft_surgical.files.base import describe_base, fingerprint
+from peft_surgical.files.checkpoint import ModelTensors, empty_model, task_type_of, tied_names
+from peft_surgical.files.encoded_state import encode_tensor
+from peft_surgical.files.tensor_files import Checkpoint, TensorWriter
+from peft_surgical.layers import describe_stacks, find_stacks
+from peft_surgical.methods.heads import head_names, label_settings
+from peft_surgical.methods.surgical_config import SurgicalConfig
+
+
+@dataclass(frozen=True)
+class Diff:
+    """What `diff_checkpoints` found and wrote.
+
+    Args:
+        movement: How far every tensor moved.
+        config: The adapter's config.
+        left_out: The names of tensors that differ and are not in the adapter.
+        nbytes: The size of the adapter's tensors.
+        nbytes_tuned: The size of the tuned model's tensors.
+    """
+
+    movement: Movement
+    config: SurgicalConfig
+    left_out: list[str]
+    nbytes: int
+    nbytes_tuned: int
+
+
+def diff_checkpoints(
+    base: str | os.PathLike,
+    tuned: str | os.PathLike,
+    output: str | os.PathLike,
+    *,
+    threshold: float = 0.0,
+    top_k: int | None = None,
+    embeddings: bool | None = None,
+    encoding: str = "values",
+    progress: bool = False,
+) -> Diff:
+    """Turn a fine-tuned checkpoint into a SURGICAL adapter for its base.
+
+    The adapter holds the layers that differ, the task's head, and the modules outside the layers that differ
+    (`extra_modules`). With the defaults it restores the tuned model bit for bit. One tensor of each checkpoint is in
+    memory at a time.
+
+    Args:
+        base: The base: a folder, or the name of a model on the hub.
+        tuned: The fine-tuned model, of the same architecture. Its head may be another one.
+        output: The folder to write the adapter to.
+        threshold: Leave out layers that moved by no more than this, relative to their norm.
+        top_k: Keep only this many layers, those that moved most.
+        embeddings: Whether token embeddings (and output layers over the vocabulary) that differ are included. By
+            default they are, except that resized ones are an error; with True they are included as they are, and the
+            base must be resized before such an adapter is loaded.
+        encoding: How the tensors are written, see `SurgicalConfig`.
+        progress: Whether to show progress bars.
+
+    Raises:
+        ValueError: The checkpoints are of different models, do not differ, or differ in what no adapter can hold. The
+            message says in what.
+    """
+    before, after = Checkpoint(base), Checkpoint(tuned)
+    model = empty_model(after)
+    old, new = ModelTensors(before, model), ModelTensors(after, model)
+    _check_alike(before, after, old, model)
+    movement = measure_movement(old, new, model, progress=progress)
+    config = SurgicalConfig(
+        layers=_choose_layers(movement, old, threshold, top_k),
+        task_type=task_type_of(model),
+        encoding=encoding,
+        inference_mode=True,
+    )
+    config.modules_to_save = head_names(model, config.task_type) or None
+    config.extra_modules = _choose_outside(movement, old, model, config.modules_to_save or [], embeddings) or None
+    written, nbytes = _write(Path(output), config, model, old, new, progress)
+    return Diff(
+        movement=movement,
+        config=config,
+        left_out=[move.name for move in movement if move.differs and move.name not in written],
+        nbytes=nbytes,
+        nbytes_tuned=sum(after.nbytes(name) for name in after),
+    )
+
+
+# ---- what to store
+
+
+def _check_alike(before: Checkpoint, after: Checkpoint, old: ModelTensors, model: nn.Module) -> None:
+    kinds = [checkpoint.config.get("model_type") for checkpoint in (before, after)]
+    if kinds[0] != kinds[1]:
+        raise ValueError(
+            f"{before.source} is a {kinds[0]} and {after.source} a {kinds[1]}. Both must be of one architecture."
+        )
+    around = tuple(f"{path.rpartition('.')[0]}." for path in _layer_paths(model))
+    if deeper := [name for name in old.unknown if name.startswith(around)]:
+        raise ValueError(
+            f"{before.source} has {deeper[0]!r}, which {after.source} lacks: {describe_stacks(find_stacks(model))} An "
+            "adapter cannot take layers away."
+        )
+
+
+def _choose_layers(movement: Movement, old: ModelTensors, threshold: float, top_k: int | None) -> dict[str, list[int]]:
+    if top_k is not None and top_k < 1:
+        raise ValueError(f"top_k={top_k} must be a number of layers, 1 or more.")
+    layers = movement.by_layer()
+    if new := [move.name for moves in layers.values() for move in moves if move.is_new]:
+        raise ValueError(
+            f"{old.checkpoint.source} has no {new[0]!r} of the same shape: the checkpoints differ in depth or width."
+        )
+    distances = {key: relative_distance(moves) for key, moves in layers.items() if any(m.differs for m in moves)}
+    if not distances:
+        raise ValueError("All layers of the two checkpoints are equal, so there is no layer to store.")
+    moved = [key for key, distance in distances.items() if distance > threshold or not threshold]
+    if not moved:
+        raise ValueError(f"threshold={threshold}: no layer moved by more than {max(distances.values()):.3g}.")
+    chosen: dict[str, list[int]] = {}
+    for stack, layer in sorted(sorted(moved, key=distances.__getitem__, reverse=True)[:top_k]):
+        chosen.setdefault(stack, []).append(layer)
+    return chosen
+
+
+def _choose_outside(
+    movement: Movement, old: ModelTensors, model: nn.Module, heads: Sequence[str], embeddings: bool | None
+) -> list[str]:
+    """The modules outside the layers that differ, without those that are left out."""
+    vocabulary = set(_vocabulary_modules(model))
+    layers = _layer_paths(model)
+    buffers = dict(model.named_buffers())
+    chosen: dict[str, None] = {}
+    for move in movement:
+        if move.layer is not None or not move.differs or any(_is_in(move.module, head) for head in heads):
+            continue
+        if any(_is_in(layer, move.module) for layer in layers):
+            if move.name not in old and move.name in buffers:
+                continue  # what a class sets up for itself, e.g. zeros for the logits
+            raise ValueError(
+                f"{move.name!r} differs, and the module that holds it also holds the layers: no adapter can tune it."
+            )
+        is_resized = move.is_new and move.name in old
+        if is_resized and embeddings is None:
+            raise ValueError(
+                f"{move.name!r} was resized; its shape was {tuple(old.shape(move.name))}. With embeddings=True "
+                "(--embeddings) it is included as it is, and the base must be resized with "
+                "model.resize_token_embeddings() before the adapter is loaded. With embeddings=False "
+                "(--no-embeddings) it is left out."
+            )
+        if embeddings is not False or not (is_resized or move.module in vocabulary):
+            chosen[move.module] = None
+    return list(chosen)
+
+
+def _vocabulary_modules(model: Any) -> Iterator[str]:
+    """The paths of the modules with a row per token of the vocabulary."""
+    modules = {id(module) for module in (model.get_input_embeddings(), model.get_output_embeddings())}
+    tied = tied_names(model)
+    for path, module in model.named_modules(remove_duplicate=False):
+        if id(module) in modules:
+            for name in [f"{path}.weight", *tied.get(f"{path}.weight", [])]:
+                yield name.rpartition(".")[0]
+
+
+def _layer_paths(model: nn.Module) -> list[str]:
+    return [layer.path for stack in find_stacks(model).values() for layer in stack.layers]
+
+
+def _is_in(path: str, module: str) -> bool:
+    return not module or path == module or path.startswith(f"{module}.")
+
+
+# ---- writing it
+
+
+def _write(
+    output: Path, config: SurgicalConfig, model: nn.Module, old: ModelTensors, new: ModelTensors, progress: bool
+) -> tuple[set[str], int]:
+    """Write an adapter; gives the names of its tensors in the base, and their size in bytes."""
+    base = describe_base(model, {})
+    labels = label_settings(model) if config.modules_to_save else None
+    found = _tensors_of_adapter(model, config)
+    known = {entry.name for entry in found if entry.is_copy and _is_same_shape(entry.name, old, new)}
+    base["tensors"] = {name: fingerprint(old[name]) for name in known if old[name].is_floating_point()}
+    config.base, config.labels, config.base_model_name_or_path = base, labels, old.checkpoint.source
+    output.mkdir(parents=True, exist_ok=True)
+    with TensorWriter(output / SAFETENSORS_WEIGHTS_NAME) as writer:
+        for entry in tqdm(found, disable=not progress, desc="Writing"):
+            trained = new[entry.name]
+            # what the base lacks, or has in another shape, cannot be written as a difference to it
+            parts = (
+                encode_tensor(entry.key, trained, old[entry.name], config.encoding)
+                if entry.name in known
+                else {entry.key: trained}
+            )
+            for key, part in parts.items():
+                writer.write(key, part)
+    mapping = {"base_model_class": type(model).__name__, "parent_library": type(model).__module__}
+    config.save_pretrained(str(output), auto_mapping_dict=None if config.task_type else mapping)
+    return {entry.name for entry in found}, writer.nbytes
+
+
+def _tensors_of_adapter(model: nn.Module, config: SurgicalConfig) -> list[Entry]:
+    """What the file of an adapter with this config holds, as PEFT would save it. Resolves the config's layers."""
+    encoding, config.base, config.encoding = config.encoding, {}, "values"  # there are no values to look at
+    wrapped = PeftModel(model, config)
+    found = entries(get_peft_model_state_dict(wrapped, save_embedding_layers=False))
+    config.encoding = encoding
+    return found
+
+
+def _is_same_shape(name: str, old: ModelTensors, new: ModelTensors) -> bool:
+    return name in old and old.shape(name) == new.shape(name)

@@ -1,0 +1,207 @@
+"""What is in saved adapters: sizes, encodings and errors by layer, and what two of them have in common."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from peft_surgical.convert.change import table
+from peft_surgical.convert.convert import base_of
+from peft_surgical.convert.merge import merged_model
+from peft_surgical.files.adapter import AdapterFile, Entry, method_of
+from peft_surgical.files.checkpoint import ModelTensors
+from peft_surgical.files.encoded_state import ERROR
+from peft_surgical.files.encoding import difference
+from peft_surgical.files.encodings import find_encoding
+
+
+@dataclass(frozen=True)
+class Group:
+    """The tensors of one layer, or of one module outside the layers, in an adapter's file.
+
+    Args:
+        name: The path of the layer or module in the base.
+        tensors: Their number.
+        nbytes: Their size in the file.
+        values_nbytes: The size that their plain values would have.
+        encodings: How they are written; plain tensors beside encoded ones are `values`.
+        error: The norm of the error that the encoding made, relative to the difference to the base; 0 if exact.
+    """
+
+    name: str
+    tensors: int
+    nbytes: int
+    values_nbytes: int
+    encodings: tuple[str, ...]
+    error: float
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What a saved adapter holds.
+
+    Args:
+        source: Where it is.
+        config: Its config, as plain data.
+        groups: Its tensors by layer.
+    """
+
+    source: str
+    config: dict[str, Any]
+    groups: list[Group]
+
+    @property
+    def nbytes(self) -> int:
+        """The size of all tensors in the file."""
+        return sum(group.nbytes for group in self.groups)
+
+    @property
+    def values_nbytes(self) -> int:
+        """The size that plain values would have."""
+        return sum(group.values_nbytes for group in self.groups)
+
+    def __str__(self) -> str:
+        shown = ("peft_type", "task_type", "base_model_name_or_path", "layers", "encoding")
+        lines = [f"{key}: {self.config[key]}" for key in shown if self.config.get(key) is not None]
+        rows = [
+            (g.name, str(g.tensors), f"{g.nbytes:,}", f"{_ratio(g):.3f}", "+".join(g.encodings), f"{g.error:.1e}")
+            for g in self.groups
+        ]
+        total = Group("all", sum(g.tensors for g in self.groups), self.nbytes, self.values_nbytes, (), 0)
+        rows.append((total.name, str(total.tensors), f"{total.nbytes:,}", f"{_ratio(total):.3f}", "", ""))
+        head = ("in", "tensors", "bytes", "of values", "encoding", "error")
+        return "\n".join([self.source, *lines, table(head, rows)])
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What two adapters have in common.
+
+    Args:
+        sources: Where they are.
+        rows: By layer or module: the bytes in each (0 if it has none), whether all common tensors are equal bit for
+            bit, and the cosine between their differences to the base (NaN if the base was not given).
+    """
+
+    sources: tuple[str, str]
+    rows: list[tuple[str, int, int, bool, float]]
+
+    def __str__(self) -> str:
+        cells = [
+            (name, f"{a:,}" if a else "-", f"{b:,}" if b else "-", _relation(a, b, same), f"{cosine:.3f}")
+            for name, a, b, same, cosine in self.rows
+        ]
+        head = ("in", "bytes in the first", "in the second", "values", "cosine of differences")
+        return "\n".join([*self.sources, table(head, cells)])
+
+
+def inspect_adapter(source: str | os.PathLike) -> Inspection:
+    """Look at a saved adapter. Only its header and a few numbers are read.
+
+    Args:
+        source: Its folder, or its name on the hub.
+
+    Raises:
+        ValueError: A file of it is missing or damaged.
+    """
+    adapter = AdapterFile(source)
+    groups = [_group(name, entries, adapter) for name, entries in _by_layer(adapter).items()]
+    config = {**adapter.config.to_dict(), "peft_type": method_of(adapter.config)}
+    return Inspection(adapter.source, config, groups)
+
+
+def compare_adapters(
+    first: str | os.PathLike, second: str | os.PathLike, base: str | os.PathLike | None = None
+) -> Comparison:
+    """Compare two saved adapters layer by layer, one tensor at a time.
+
+    Args:
+        first: An adapter's folder, or its name on the hub.
+        second: Another one's.
+        base: Their base, needed for the cosine between their differences to it, and for encoded adapters; for those
+            it is by default the one that the config of the first encoded one names.
+
+    Raises:
+        ValueError: A file is missing or damaged, or the base of an encoded adapter is not to be had or another one.
+    """
+    adapters = AdapterFile(first), AdapterFile(second)
+    old: Mapping[str, torch.Tensor] = {}
+    encoded = next((a for a in adapters if any(entry.encoding != "values" for entry in a.entries)), None)
+    if base is not None or encoded is not None:
+        before = base_of(encoded or adapters[0], base)
+        old = ModelTensors(before, merged_model(before, adapters[0]))
+    layers = [_by_layer(adapter) for adapter in adapters]
+    rows = []
+    for name in dict.fromkeys([*layers[0], *layers[1]]):
+        found = [layer.get(name, []) for layer in layers]
+        a, b = (sum(map(adapter.nbytes, entries)) for adapter, entries in zip(adapters, found, strict=True))
+        rows.append((name, a, b, *_likeness(adapters, found, old)))
+    return Comparison((adapters[0].source, adapters[1].source), rows)
+
+
+def _by_layer(adapter: AdapterFile) -> dict[str, list[Entry]]:
+    """The tensors by layer, as far as names tell: up to the first number in the path, else by module."""
+    groups: dict[str, list[Entry]] = {}
+    for entry in adapter.entries:
+        path = entry.name.rpartition(".")[0]
+        match = re.match(r"(.*?\.\d+)(\.|$)", path)
+        groups.setdefault(match[1] if match else path, []).append(entry)
+    return groups
+
+
+def _group(name: str, entries: list[Entry], adapter: AdapterFile) -> Group:
+    errors, differences, values = 0.0, 0.0, 0
+    for entry in entries:
+        keys = entry.keys()
+        if ERROR in keys:
+            error, moved = adapter.file[keys[ERROR]].tolist()
+            errors, differences = math.hypot(errors, error), math.hypot(differences, moved)
+        if entry.encoding == "values":
+            values += adapter.nbytes(entry)
+        else:
+            parts = {suffix: adapter.file[key] for suffix, key in keys.items()}
+            values += find_encoding(entry.encoding).values_nbytes(parts)
+    return Group(
+        name=name,
+        tensors=len(entries),
+        nbytes=sum(map(adapter.nbytes, entries)),
+        values_nbytes=values,
+        encodings=tuple(dict.fromkeys(entry.encoding for entry in entries)),
+        error=errors / differences if differences else 0.0,
+    )
+
+
+def _likeness(
+    adapters: tuple[AdapterFile, AdapterFile], found: list[list[Entry]], old: Mapping[str, torch.Tensor]
+) -> tuple[bool, float]:
+    """Whether common tensors are equal bit for bit, and the cosine between the differences to the base."""
+    second = {entry.key: entry for entry in found[1]}
+    common = [(entry, second[entry.key]) for entry in found[0] if entry.key in second]
+    same = bool(common)
+    dot = 0.0
+    norms = [0.0, 0.0]
+    for pair in common:
+        base = old.get(pair[0].name)
+        a, b = (adapter.decode(entry, base) for adapter, entry in zip(adapters, pair, strict=True))
+        same = same and a.dtype == b.dtype and torch.equal(a, b)
+        if base is not None and a.shape == b.shape == base.shape:
+            moves = [difference(tensor, base).double().reshape(-1) for tensor in (a, b)]
+            dot += float(moves[0] @ moves[1])
+            norms = [math.hypot(norm, float(move.norm())) for norm, move in zip(norms, moves, strict=True)]
+    return same, dot / math.prod(norms) if all(norms) else math.nan
+
+
+def _ratio(group: Group) -> float:
+    return group.nbytes / group.values_nbytes if group.values_nbytes else 1.0
+
+
+def _relation(first: int, second: int, same: bool) -> str:
+    if not first or not second:
+        return "only one"
+    return "equal" if same else "differ"

@@ -1,0 +1,178 @@
+"""Ordinary checkpoints from a base and an adapter, one tensor at a time."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from accelerate.utils import convert_file_size_to_int
+from peft import PeftModel
+from torch import nn
+from tqdm import tqdm
+from transformers import AutoConfig
+
+from peft_surgical.files.adapter import AdapterFile, Entry
+from peft_surgical.files.base import matches
+from peft_surgical.files.checkpoint import TASKS, ModelTensors, architecture_of, empty_model
+from peft_surgical.files.tensor_files import Checkpoint, CheckpointWriter
+from peft_surgical.methods.heads import apply_label_settings
+
+
+def merge_checkpoint(
+    base: str | os.PathLike,
+    adapter: str | os.PathLike,
+    output: str | os.PathLike,
+    *,
+    dtype: torch.dtype | None = None,
+    max_shard_size: int | str = "5GB",
+    progress: bool = False,
+) -> nn.Module:
+    """Write the model that a base and an adapter make together, as an ordinary checkpoint of transformers.
+
+    A SURGICAL adapter is merged one tensor at a time; any other is loaded with its base and merged by PEFT.
+
+    Args:
+        base: The base: a folder, or the name of a model on the hub.
+        adapter: The adapter: a folder, or its name on the hub.
+        output: The folder to write to. The base's tokenizer and other small files are copied along.
+        dtype: The dtype of all floating tensors; by default that of the base's.
+        max_shard_size: The size at which the weights are split into several files.
+        progress: Whether to show a progress bar.
+
+    Returns:
+        The merged model on the meta device: its class, config, names and shapes.
+
+    Raises:
+        ValueError: The adapter belongs to another base, or the base and the adapter together lack a tensor.
+    """
+    before, delta = Checkpoint(base), AdapterFile(adapter)
+    folder = Path(output)
+    if folder.resolve() == before.folder.resolve():
+        raise ValueError(f"output={str(output)!r} is the base itself, which a merge never writes to.")
+    folder.mkdir(parents=True, exist_ok=True)
+    model = merged_model(before, delta)
+    if delta.config.peft_type != "SURGICAL":
+        _merge_in_memory(before, delta, folder, dtype, max_shard_size)
+    else:
+        with CheckpointWriter(folder, convert_file_size_to_int(max_shard_size)) as writer:
+            tensors = _merged_tensors(model, ModelTensors(before, model), delta, dtype)
+            for name, tensor in tqdm(tensors, total=len(model.state_dict()), disable=not progress, desc="Merging"):
+                writer.write(name, tensor)
+        _save_config(model, folder, dtype)
+    for path in before.side_files():
+        shutil.copy(path, folder / path.name)
+    return model
+
+
+def merged_model(before: Checkpoint, delta: AdapterFile) -> nn.Module:
+    """The model that a base and an adapter make together, on the meta device."""
+    config = AutoConfig.from_pretrained(before.folder)
+    record = getattr(delta.config, "base", None) or {}
+    labels = getattr(delta.config, "labels", None) or {}
+    model = empty_model(before, _architecture(config, delta, record), **_sizes(config, record, labels))
+    apply_label_settings(model, labels)
+    return model
+
+
+def adapted_model(before: Checkpoint, delta: AdapterFile) -> PeftModel:
+    """The model that a base and an adapter make together in memory, with the head's size that the adapter needs."""
+    labels = getattr(delta.config, "labels", None) or {}
+    cls: Any = type(merged_model(before, delta))
+    sizes = {"num_labels": labels["num_labels"]} if labels else {}
+    return PeftModel.from_pretrained(cls.from_pretrained(before.folder, dtype="auto", **sizes), str(delta.folder))
+
+
+def _architecture(config: Any, delta: AdapterFile, record: Mapping[str, Any]) -> str | None:
+    """The class of the model that an adapter was trained on, from whatever its config says of it."""
+    known = record.get("architecture") or (delta.config.auto_mapping or {}).get("base_model_class")
+    if known:
+        return known
+    own = architecture_of(config)
+    endings = [ending for ending, task in TASKS.items() if task == delta.config.task_type]
+    if not endings or (own and own.endswith(tuple(endings))):
+        return own
+    bare = getattr(transformers.AutoModel._model_mapping.get(type(config), None), "__name__", "").removesuffix("Model")
+    return next((bare + ending for ending in endings if hasattr(transformers, bare + ending)), own)
+
+
+def _sizes(config: Any, record: Mapping[str, Any], labels: Mapping[str, Any]) -> dict[str, Any]:
+    sizes = {}
+    if labels:
+        sizes["num_labels"] = labels["num_labels"]
+    vocabulary = record.get("vocab_size")
+    if vocabulary and hasattr(config, "vocab_size"):
+        sizes["vocab_size"] = vocabulary
+    return sizes
+
+
+def _merged_tensors(
+    model: nn.Module, old: ModelTensors, delta: AdapterFile, dtype: torch.dtype | None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The merged model's tensors by name, tied ones once."""
+    names = model.state_dict()
+    replaced = {entry.name: entry for entry in delta.entries}
+    if unknown := [name for name in replaced if name not in names]:
+        raise ValueError(f"{delta.source} has {unknown[0]!r}, which a {type(model).__name__} does not have.")
+    check_base_tensors(old, delta)
+    done: set[str] = set()
+    for name in names:
+        aliases = old.aliases.get(name, [])
+        if any(alias in done for alias in aliases):
+            continue
+        done.add(name)
+        entry = next((replaced[n] for n in (name, *aliases) if n in replaced), None)
+        base = old[name] if name in old else None
+        if entry is None and base is None:
+            raise ValueError(
+                f"Neither {old.checkpoint.source} nor {delta.source} has {name!r}, which a {type(model).__name__} "
+                "needs. Name a base that has it."
+            )
+        yield name, _merged(entry, base, delta, dtype)
+
+
+def _merged(
+    entry: Entry | None, base: torch.Tensor | None, delta: AdapterFile, dtype: torch.dtype | None
+) -> torch.Tensor:
+    value = delta.decode(entry, base) if entry is not None else base
+    assert value is not None
+    if not value.is_floating_point():
+        return value
+    return value.to(dtype or (value if base is None else base).dtype)
+
+
+def check_base_tensors(old: ModelTensors, delta: AdapterFile) -> None:
+    """Check that tensors are those of the base that an adapter was trained on.
+
+    Raises:
+        ValueError: They are not. The message names the first that differs.
+    """
+    config: Any = delta.config
+    if not getattr(config, "check_base", True):
+        return
+    for name, wanted in (getattr(config, "base", None) or {}).get("tensors", {}).items():
+        if name not in old or not matches(wanted, old[name]):
+            raise ValueError(
+                f"{delta.source} was trained on another base than {old.checkpoint.source}: {name!r} has other values "
+                f"there. Its config names {config.base_model_name_or_path!r}."
+            )
+
+
+def _save_config(model: Any, folder: Path, dtype: torch.dtype | None) -> None:
+    model.config.architectures = [type(model).__name__]
+    if dtype is not None:
+        model.config.dtype = dtype
+    model.config.save_pretrained(folder)
+
+
+def _merge_in_memory(
+    before: Checkpoint, delta: AdapterFile, folder: Path, dtype: torch.dtype | None, max_shard_size: int | str
+) -> None:
+    merged: Any = adapted_model(before, delta).merge_and_unload()
+    if dtype is not None:
+        merged = merged.to(dtype)
+    merged.save_pretrained(folder, max_shard_size=max_shard_size)

@@ -1,0 +1,144 @@
+"""Rows of one batch that belong to different adapters: `model(**batch, adapter_names=["rte", "cola", "__base__"])`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
+from peft.utils.other import AuxiliaryTrainingWrapper
+from torch import nn
+
+
+if TYPE_CHECKING:
+    from peft_surgical.copies.module import TunedModule
+
+BASE = "__base__"
+_ROWS_NOT_FIRST = ("xlnet",)  # hidden states are (tokens, batch, width)
+
+
+@contextmanager
+def adapter_names_in_forward(
+    tuner: BaseTuner, adapter_names: Sequence[str], inputs: Iterable[Any], num_beams: int = 1
+) -> Iterator[None]:
+    """Tell every adapted module, for the time of a forward call, which row belongs to which adapter.
+
+    Args:
+        tuner: The tuner whose modules are told.
+        adapter_names: An adapter for each row of the batch, or `"__base__"`.
+        inputs: The arguments of the call; the first tensor tells the number of rows.
+        num_beams: With beam search the rows are repeated this often, except in an encoder.
+
+    Raises:
+        ValueError: The model is in training mode, there is not one name per row, there is no such adapter, or the
+            adapters' heads differ in size.
+        TypeError: The model does not keep rows apart in a way that is known here.
+    """
+    model = tuner.model
+    used = [name for name in dict.fromkeys(adapter_names) if name != BASE]
+    _check(tuner, used)
+    rows = next((len(value) for value in inputs if isinstance(value, torch.Tensor)), len(adapter_names))
+    if rows != len(adapter_names):
+        raise ValueError(
+            "Length of `adapter_names` should be the same as the number of inputs, but got "
+            f"{len(adapter_names)} and {rows} respectively."
+        )
+    repeated = [name for name in adapter_names for _ in range(num_beams)]
+    # a model that is all decoder has the method as well, and returns itself
+    has_encoder = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+    encoder = model.get_encoder() if num_beams > 1 and has_encoder else None
+    in_encoder = {id(m) for m in encoder.modules()} if encoder is not None else set()
+    handles = []
+    try:
+        for module in model.modules():
+            if isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper)) and isinstance(module, nn.Module):
+                names = list(adapter_names) if id(module) in in_encoder else repeated
+                if isinstance(module, AuxiliaryTrainingWrapper):  # PEFT's own does not know adapters without a copy
+                    names = [name if name in module._adapters else BASE for name in names]
+                hook = partial(_add_adapter_names, adapter_names=names)
+                handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def forward_by_rows(module: TunedModule, adapter_names: Sequence[str], args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Run a module on each adapter's rows with that adapter's tensors.
+
+    Args:
+        module: The module; it must turn one tensor of shape (rows, ...) into another.
+        adapter_names: The adapter of each row, or `"__base__"`.
+        args: The positional arguments of the call.
+        kwargs: The keyword arguments of the call.
+
+    Raises:
+        ValueError: An adapter is merged.
+        TypeError: The module takes or gives something else than one tensor with the rows first.
+    """
+    kind = type(module.base_layer).__name__
+    if module.merged:
+        raise ValueError(
+            "Cannot pass `adapter_names` when there are merged adapters, please call `unmerge_adapter` first."
+        )
+    if not any(name in module.tuned for name in adapter_names):
+        return module.base_layer(*args, **kwargs)
+    if len(set(adapter_names)) == 1:
+        return module.module_for(adapter_names[:1])(*args, **kwargs)
+    if (
+        len(args) != 1
+        or kwargs
+        or not isinstance(args[0], torch.Tensor)
+        or any(True for _ in module.base_layer.children())
+    ):
+        raise TypeError(
+            f"A {kind} takes more than one tensor, so the rows of different adapters cannot be told apart in it. Run "
+            "a batch per adapter, or tune other modules."
+        )
+    x = args[0]
+    if len(x) != len(adapter_names):
+        raise TypeError(
+            f"A {kind} sees {len(x)} rows where the batch has {len(adapter_names)} (experts see flattened tokens, "
+            "position embeddings one row for all), so the rows of different adapters cannot be told apart in it. Run "
+            "a batch per adapter, or tune other modules."
+        )
+    out = None
+    for name in dict.fromkeys(adapter_names):
+        rows = torch.tensor([i for i, other in enumerate(adapter_names) if other == name], device=x.device)
+        part = module.module_for([name])(x[rows])
+        if not isinstance(part, torch.Tensor) or len(part) != len(rows):
+            raise TypeError(
+                f"A {kind} does not give one output per row, so the rows of different adapters cannot be told apart "
+                "in it. Run a batch per adapter."
+            )
+        out = part.new_empty(len(x), *part.shape[1:]) if out is None else out
+        out[rows] = part
+    return out
+
+
+def _add_adapter_names(module: nn.Module, args: tuple, kwargs: dict, adapter_names: list[str]) -> tuple[tuple, dict]:
+    return args, {**kwargs, "adapter_names": adapter_names}
+
+
+def _check(tuner: Any, used: Sequence[str]) -> None:
+    from peft_surgical.copies.in_place import TunedOwner
+
+    if tuner.training:
+        raise ValueError("Cannot pass `adapter_names` when the model is in training mode.")
+    unknown = sorted(set(used) - set(tuner.peft_config))
+    if unknown:
+        raise ValueError(f"Trying to infer with non-existing adapter(s): {', '.join(unknown)}")
+    kind = getattr(getattr(tuner.model, "config", None), "model_type", None)
+    if kind in _ROWS_NOT_FIRST:
+        raise TypeError(f"{kind} does not keep the rows of a batch first, so adapter_names cannot be used with it.")
+    for path, module in tuner.model.named_modules():
+        if isinstance(module, TunedOwner) and any(name in module.tuned for name in used):
+            raise TypeError(
+                f"The layer {path.rpartition('.')[0]} has tuned parameters of its own, which all rows share."
+            )
+    labels = {name: (getattr(tuner.peft_config[name], "labels", None) or {}).get("num_labels") for name in used}
+    if len(set(labels.values()) - {None}) > 1:  # stock LoRA does not tell
+        raise ValueError(f"The heads of these adapters differ in size and cannot share a batch: labels {labels}.")

@@ -1,0 +1,295 @@
+"""`TunedModule`: a module whose chosen tensors have one trained copy per adapter.
+
+The base module keeps its weights. In forward it is represented by a *twin*: a shallow copy of the module object that
+shares everything with it (hooks, buffers, settings, children) except the tuned tensors, which are the active
+adapter's. Nothing is swapped in and out, so several threads may run the module at once and an exception leaves nothing
+behind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from typing import Any, cast
+
+import torch
+from peft.tuners.tuners_utils import BaseTunerLayer, check_adapters_to_merge
+from torch import nn
+
+from peft_surgical.copies.direct import direct_output
+from peft_surgical.copies.mixed_batch import forward_by_rows
+from peft_surgical.copies.tensors import TunedNormTensors, TunedTensors
+from peft_surgical.copies.twin import FunctionalModule, twin
+
+
+class TunedModule(nn.Module, BaseTunerLayer):
+    """Wraps a module and gives each adapter its own copy of the module's chosen parameters.
+
+    With one active adapter the module computes with that adapter's copies; with several, with
+    `base + sum(copy - base)`; with none, or none that tunes this module, with the base's own tensors.
+
+    Args:
+        base_layer: The module to wrap. It is never written to, except by `merge`.
+        adapter_name: The first adapter.
+        names: The parameters and buffers to copy, by their name in the module.
+        init_weights: Whether the copies start as the base's values. False adds noise, for tests.
+        inference_mode: Whether the copies stay frozen.
+        shared: Copies made so far for this adapter, by `id` of the base's parameter. Parameters that are tied in the
+            base stay tied in the adapter.
+
+    Example:
+
+        >>> layer = TunedModule(nn.Linear(2, 2), "a", ["weight", "bias"])
+        >>> x = torch.ones(1, 2)
+        >>> torch.equal(layer(x), layer.base_layer(x))
+        True
+        >>> sorted(name for name, p in layer.named_parameters() if p.requires_grad and "surgical" in name)
+        ['surgical_params.a.bias', 'surgical_params.a.weight']
+    """
+
+    adapter_layer_names: tuple[str, ...] = ("surgical_params",)
+    other_param_names: tuple[str, ...] = ()
+    base_layer: nn.Module
+
+    def __init__(
+        self,
+        base_layer: nn.Module,
+        adapter_name: str,
+        names: Sequence[str],
+        *,
+        init_weights: bool = True,
+        inference_mode: bool = False,
+        shared: dict[int, nn.Parameter] | None = None,
+    ):
+        super().__init__()
+        self._set_base_layer(base_layer)
+        setattr(self, self.adapter_layer_names[0], nn.ModuleDict())
+        self._active_adapter = [adapter_name]
+        self._disable_adapters = False
+        self.merged_adapters: list[str] = []
+        self._originals: dict[str, torch.Tensor] = {}  # the base's own values while an adapter is merged
+        self.untied: dict[str, nn.Parameter] = {}  # the base's parameters that others use too: no merge changes them
+        self._cast: tuple[object, dict[str, torch.Tensor]] = (None, {})
+        self.in_features = getattr(base_layer, "in_features", None)
+        self.out_features = getattr(base_layer, "out_features", None)
+        self.update_layer(adapter_name, names, init_weights=init_weights, inference_mode=inference_mode, shared=shared)
+        self.train(base_layer.training)
+
+    def _set_base_layer(self, base_layer: nn.Module) -> None:
+        self.base_layer = base_layer
+
+    @property
+    def tuned(self) -> MutableMapping[str, TunedTensors]:
+        """The copies by adapter."""
+        return cast(MutableMapping[str, TunedTensors], getattr(self, self.adapter_layer_names[0]))
+
+    def update_layer(
+        self,
+        adapter_name: str,
+        names: Sequence[str],
+        *,
+        init_weights: bool = True,
+        inference_mode: bool = False,
+        shared: dict[int, nn.Parameter] | None = None,
+    ) -> None:
+        """Add an adapter, or start an existing one afresh, from the base's own values (also while one is merged)."""
+        shared = {} if shared is None else shared
+        copies: dict[str, torch.Tensor] = {}
+        for name in names:
+            base = self.base_tensor(name)
+            value = self._originals.get(name, base).detach()
+            if isinstance(base, nn.Parameter):
+                key = self.identity(name)
+                if key not in shared:
+                    value = value.clone() if init_weights else value + 0.1 * torch.randn_like(value)
+                    shared[key] = nn.Parameter(value)
+                copies[name] = shared[key]
+            else:
+                copies[name] = value.clone()
+        self.put(adapter_name, copies)
+        self.tuned[adapter_name].requires_grad_(adapter_name in self.active_adapters and not inference_mode)
+
+    def put(self, adapter_name: str, copies: Mapping[str, torch.Tensor]) -> None:
+        """Make tensors an adapter's copies as they are.
+
+        Args:
+            adapter_name: The adapter, a new one or not.
+            copies: Its copies by their name in the module.
+        """
+        entry_cls = TunedNormTensors if isinstance(self.base_layer, nn.LayerNorm) else TunedTensors
+        self.tuned[adapter_name] = entry_cls(copies).train(self.training)
+
+    def take(self, adapter_name: str) -> None:
+        """Forget an adapter's copies, also those that are kept cast for inference."""
+        del self.tuned[adapter_name]
+        self._cast = (None, {})
+
+    # ---- computing
+
+    def forward(self, *args: Any, adapter_names: Sequence[str] | None = None, **kwargs: Any) -> Any:
+        if adapter_names is None and len(args) == 1 and not kwargs:
+            out = direct_output(self, args[0])
+            if out is not None:
+                return out
+        if self.disable_adapters and self.merged:
+            self.unmerge()
+        if adapter_names is not None and not self.disable_adapters:
+            return forward_by_rows(self, adapter_names, args, kwargs)
+        return self.module_in_use()(*args, **kwargs)
+
+    def module_in_use(self) -> Any:
+        """What computes at present: the active adapters' twin, or the base."""
+        if self.disable_adapters or self.merged:
+            return self.base_layer
+        return self.module_for(self.active_adapters)
+
+    def module_for(self, adapters: Iterable[str]) -> Callable[..., Any]:
+        """What computes when these adapters are active; the base for those that do not tune this module."""
+        present = [name for name in adapters if name in self.tuned]
+        if not present:
+            return self.base_layer
+        tensors = self.tensors_of(present)
+        if self._needs_functional_call():
+            return FunctionalModule(self.base_layer, tensors)
+        return twin(self.base_layer, tensors)
+
+    def _needs_functional_call(self) -> bool:
+        # torch.compile traces functional_call but not the making of a twin; a forward that was replaced on the
+        # instance is bound to the base itself; an RNN keeps a second list of its weights
+        return torch.compiler.is_compiling() or any(
+            "forward" in m.__dict__ or isinstance(m, nn.RNNBase) for m in self.base_layer.modules()
+        )
+
+    def tensors_of(self, adapters: Sequence[str]) -> dict[str, torch.Tensor]:
+        """What the module computes with when these adapters are active, in the base's dtype."""
+        copies = {
+            name: [self.tuned[a][name] for a in adapters if name in self.tuned[a]] for name in self._names(adapters)
+        }
+        if torch.is_grad_enabled() and any(t.requires_grad for ts in copies.values() for t in ts):
+            return self._combine(copies)
+        if torch.compiler.is_compiling():
+            return self._combine(copies)
+        # outside training a cast or a sum is paid for once per switch; the versions tell when a copy was written to
+        stamp = tuple((id(t), t._version, t.data_ptr()) for ts in copies.values() for t in ts)
+        kept = self._cast
+        if kept[0] != stamp:
+            with torch.inference_mode(False), torch.no_grad():
+                kept = self._cast = (stamp, self._combine(copies))
+        return kept[1]
+
+    def _names(self, adapters: Iterable[str]) -> list[str]:
+        return list(dict.fromkeys(name for a in adapters for name in self.tuned[a].names))
+
+    def _combine(self, copies: Mapping[str, Sequence[torch.Tensor]]) -> dict[str, torch.Tensor]:
+        combined = {}
+        for name, tensors in copies.items():
+            if len(tensors) == 1 or not tensors[-1].is_floating_point():
+                combined[name] = tensors[-1].to(self._dtype_of(name))
+            else:
+                base = self.original(name)
+                start = base.detach().to(torch.promote_types(base.dtype, torch.float32))
+                combined[name] = (start + sum(t.to(start.dtype) - start for t in tensors)).to(base.dtype)
+        return combined
+
+    def original(self, name: str) -> torch.Tensor:
+        """The base's own tensor, also while an adapter is merged into the base."""
+        return self._originals.get(name, self.base_tensor(name))
+
+    def base_tensor(self, name: str) -> torch.Tensor:
+        """The tensor that the base has at present; while an adapter is merged, with the adapter's values."""
+        path, _, attribute = name.rpartition(".")
+        return getattr(self.base_layer.get_submodule(path), attribute)
+
+    def identity(self, name: str) -> int:
+        """What is the same for tensors that are tied in the base, and for no others."""
+        return id(self.base_tensor(name))
+
+    def _dtype_of(self, name: str) -> torch.dtype:
+        return self.original(name).dtype
+
+    # parents may read `module.weight`, or anything else, instead of calling the module
+
+    @property
+    def weight(self) -> torch.Tensor:
+        return self.module_in_use().weight
+
+    @property
+    def bias(self) -> torch.Tensor:
+        return self.module_in_use().bias
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            # what accelerate and DeepSpeed hang on a module belongs to it alone
+            alone = ("__", "_hf_", "_old_", "_z3_", "ds_")
+            if name == "base_layer" or "_modules" not in self.__dict__ or name.startswith(alone):
+                raise
+        return getattr(self.module_in_use(), name)
+
+    # ---- merging
+
+    def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
+        """Put the adapters' values into the base, whose own values are kept aside for `unmerge`.
+
+        Args:
+            safe_merge: Check that the merged values are finite first.
+            adapter_names: The adapters to merge; the active ones if None.
+
+        Raises:
+            ValueError: With `safe_merge`, a merged value is NaN or infinite. Nothing is merged then.
+        """
+        names = [name for name in check_adapters_to_merge(self, adapter_names) if name in self.tuned]
+        if not names:
+            return
+        with torch.no_grad():
+            merged = self.tensors_of([*self.merged_adapters, *names])
+            for name, value in merged.items():
+                if safe_merge and not torch.isfinite(value).all():
+                    raise ValueError(
+                        f"NaNs detected in the merged weights. The adapter {names[0]} seems to be broken: "
+                        f"{name} of {type(self.base_layer).__name__} has values that are not finite."
+                    )
+            self._put_into_base(merged)
+        self.merged_adapters.extend(names)
+
+    def _put_into_base(self, merged: Mapping[str, torch.Tensor]) -> None:
+        for name, value in merged.items():
+            base: Any = self.base_tensor(name)
+            # a parameter that is tied in the base and in the adapter is merged in each of its places
+            base._original = getattr(base, "_original", base.data)
+            self._originals.setdefault(name, base._original)
+            if base is self.untied.get(name):
+                self._replace_in_base(name, nn.Parameter(value, requires_grad=False))
+            else:
+                base.data = value
+
+    def _replace_in_base(self, name: str, parameter: nn.Parameter) -> None:
+        path, _, attribute = name.rpartition(".")
+        setattr(self.base_layer.get_submodule(path), attribute, parameter)
+
+    def unmerge(self) -> None:
+        """Give the base its own values back, bit for bit."""
+        for name, value in self._originals.items():
+            if name in self.untied:
+                self._replace_in_base(name, self.untied[name])
+            base: Any = self.base_tensor(name)
+            base.data = value
+            base.__dict__.pop("_original", None)
+        self._originals = {}
+        self.merged_adapters = []
+
+    # ---- loading
+
+    def _move_adapter_to_device_of_base_layer(self, adapter_name: str, device: torch.device | None = None) -> None:
+        """Move an adapter to the base's device. PEFT's own version would also cast it to the base's dtype."""
+        if adapter_name not in self.tuned:
+            return
+        copies = self.tuned[adapter_name]
+        for name in copies.names:
+            target = device or self.base_tensor(name).device
+            tensor = copies[name]
+            if tensor.device.type != "meta" and tensor.device != target:
+                tensor.data = tensor.data.to(target)
+
+    def __repr__(self) -> str:
+        return "surgical." + super().__repr__()

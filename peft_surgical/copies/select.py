@@ -1,0 +1,144 @@
+"""The modules that can be tuned as a whole, and the base's own tensors behind the wrappers of adapters."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import AuxiliaryTrainingWrapper
+from torch import nn
+
+from peft_surgical.copies.in_place import TunedOwner
+from peft_surgical.copies.module import TunedModule
+
+
+def units(path: str, module: nn.Module) -> Iterator[tuple[str, list[str]]]:
+    """The outermost modules in a module that own tensors, with the names of all tensors in them.
+
+    A module that owns parameters directly may use its children's weights without calling them (`nn.MultiheadAttention`
+    does), so it is taken as a whole.
+    """
+    inner = bottom(module)
+    if own_tensor_names(inner) or any(_is_uncallable(child) for child in inner.children()):
+        yield path, tensor_names(inner)
+    else:
+        for name, child in inner.named_children():
+            if not isinstance(child, AuxiliaryTrainingWrapper):
+                yield from units(f"{path}.{name}", child)
+
+
+@dataclass(frozen=True)
+class Owner:
+    """A module that holds tensors itself.
+
+    Args:
+        path: Its path in the base model.
+        module: The base's module, without the wrappers of adapters.
+        names: The tensors that it holds, by their name in the module.
+        has_parts: Whether it also has modules in it that hold tensors, which must then keep their paths.
+    """
+
+    path: str
+    module: nn.Module
+    names: list[str]
+    has_parts: bool
+
+
+def owners(path: str, module: nn.Module) -> Iterator[Owner]:
+    """All modules in a module that hold tensors themselves; unlike `units`, none lies inside another's reach.
+
+    What a module reads instead of calling it (parameter lists, parametrizations) is counted as the module's own.
+    """
+    for inner_path, inner in base_modules(path, module):
+        read = [name for name, child in inner.named_children() if _is_read(name, child)]
+        names = own_tensor_names(inner) + [f"{c}.{n}" for c in read for n in tensor_names(inner.get_submodule(c))]
+        if names:
+            called = [child for name, child in inner.named_children() if name not in read]
+            has_parts = any(True for child in called if not isinstance(child, TunedOwner) for _ in child.parameters())
+            yield Owner(inner_path, inner, names, has_parts)
+
+
+def base_modules(path: str, module: nn.Module, seen: set[int] | None = None) -> Iterator[tuple[str, nn.Module]]:
+    """A module and all modules in it that can be called, as they are in the base model, each once."""
+    seen = set() if seen is None else seen
+    inner = bottom(module)
+    if id(inner) in seen:
+        return
+    seen.add(id(inner))
+    yield path, inner
+    for name, child in inner.named_children():
+        if not (_is_read(name, child) or isinstance(child, (TunedOwner, AuxiliaryTrainingWrapper))):
+            yield from base_modules(f"{path}.{name}" if path else name, child, seen)
+
+
+def bottom(module: nn.Module) -> nn.Module:
+    """The module inside the wrappers of adapters."""
+    return module.get_base_layer() if isinstance(module, BaseTunerLayer) else module
+
+
+def innermost_tuned(module: Any) -> TunedModule | None:
+    """The `TunedModule` among the wrappers of adapters around a module."""
+    while not isinstance(module, TunedModule):
+        if not isinstance(module, BaseTunerLayer):
+            return None
+        module = getattr(module, "base_layer")  # noqa: B009
+    return module
+
+
+def original_tensor(module: nn.Module, name: str) -> torch.Tensor:
+    """The base's own value of a module's tensor, whatever adapters are around it or merged into it.
+
+    A bias that a linear module lacks is zero.
+    """
+    tuned = innermost_tuned(module) or module._modules.get(TunedOwner.child_name)
+    if isinstance(tuned, TunedModule):
+        return tuned.original(name)
+    inner = bottom(module)
+    path, _, attribute = name.rpartition(".")
+    tensor = getattr(inner.get_submodule(path), attribute)
+    return zero_bias(inner) if tensor is None else tensor
+
+
+def zero_bias(linear: nn.Module) -> torch.Tensor:
+    """The bias that a linear module without one could have: zeros, in the dtype that it computes in."""
+    weight: Any = linear.weight
+    dtype = weight.dtype if weight.is_floating_point() else getattr(linear, "compute_dtype", None)
+    return torch.zeros(linear.out_features, dtype=dtype, device=weight.device)  # type: ignore[call-overload]
+
+
+def tensor_names(module: nn.Module) -> list[str]:
+    """The names of all parameters and persistent buffers of a module: what makes up its state."""
+    persistent = module.state_dict(keep_vars=True)
+    parameters = [name for name, _ in module.named_parameters()]
+    return parameters + [name for name, _ in module.named_buffers() if name in persistent]
+
+
+def own_tensor_names(module: nn.Module) -> list[str]:
+    """The names of the parameters and persistent buffers that a module holds itself, not through its children."""
+    buffers = [name for name in module._buffers if module._buffers[name] is not None]
+    persistent = [name for name in buffers if name not in module._non_persistent_buffers_set]
+    return [name for name, p in module._parameters.items() if p is not None] + persistent
+
+
+def matches_any(path: str, names: Sequence[str] | None) -> bool:
+    """Whether a module is, or lies in, one that PEFT's `modules_to_save` means by these names."""
+    parts = path.split(".")
+    return any(
+        re.fullmatch(rf"(.*\.)?{re.escape(n)}", ".".join(parts[: i + 1]))
+        for n in names or []
+        for i in range(len(parts))
+    )
+
+
+def _is_read(name: str, module: nn.Module) -> bool:
+    """Whether a module's parent reads its tensors instead of calling it."""
+    return isinstance(module, (nn.ParameterList, nn.ParameterDict)) or name == "parametrizations"
+
+
+def _is_uncallable(module: nn.Module) -> bool:
+    """Whether a module only holds parameters (`nn.ParameterList`), which its parent reads."""
+    return bool(own_tensor_names(module)) and isinstance(module, (nn.ParameterList, nn.ParameterDict))

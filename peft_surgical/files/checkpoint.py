@@ -1,0 +1,202 @@
+"""A checkpoint's tensors by the names that they have in a model, whatever the checkpoint calls them.
+
+Names differ between the bare and the headed model, between versions of transformers, and where several tensors of a
+checkpoint make up one of the model (experts). Tied tensors may be stored once or several times.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import transformers
+from peft import TaskType
+from torch import nn
+from transformers import AutoConfig, PretrainedConfig
+
+from peft_surgical.files.tensor_files import Checkpoint
+
+
+TASKS = {
+    "ForSequenceClassification": TaskType.SEQ_CLS,
+    "ForTokenClassification": TaskType.TOKEN_CLS,
+    "ForQuestionAnswering": TaskType.QUESTION_ANS,
+    "ForCausalLM": TaskType.CAUSAL_LM,
+    "LMHeadModel": TaskType.CAUSAL_LM,
+    "ForConditionalGeneration": TaskType.SEQ_2_SEQ_LM,
+    "Model": TaskType.FEATURE_EXTRACTION,
+}
+
+
+class ModelTensors(Mapping[str, torch.Tensor]):
+    """The tensors of a checkpoint that a model has, by the model's names, read when asked for.
+
+    Args:
+        checkpoint: The checkpoint.
+        model: The model; it may be on the meta device.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, model: nn.Module):
+        self.checkpoint = checkpoint
+        self.aliases = tied_names(model)
+        wanted = model.state_dict()
+        self._model = model
+        self._sources: dict[str, str] = {}
+        self._converted: dict[str, Any] = {}
+        self.unknown: list[str] = []
+        for name, source, converter in _translate(checkpoint, model, wanted):
+            if name not in wanted:
+                self.unknown.append(source)
+            elif converter is not None:
+                self._converted[name] = converter
+            else:
+                self._sources[name] = source
+        for name in wanted:
+            for alias in self.aliases.get(name, []):
+                for table in (self._sources, self._converted):
+                    if alias in table and name not in self:
+                        table[name] = table[alias]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter([*self._sources, *self._converted])
+
+    def __len__(self) -> int:
+        return len(self._sources) + len(self._converted)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._sources or name in self._converted
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        if name in self._sources:
+            return self.checkpoint[self._sources[name]]
+        return _convert(self._converted[name], self.checkpoint, self._model)[name]
+
+    def shape(self, name: str) -> torch.Size:
+        """The shape of a tensor, without reading it where the checkpoint has it as it is."""
+        return self.checkpoint.shape(self._sources[name]) if name in self._sources else self[name].shape
+
+
+def empty_model(source: Checkpoint, architecture: str | None = None, **changes: Any) -> nn.Module:
+    """A checkpoint's model on the meta device: all of its names and shapes, and no values.
+
+    Args:
+        source: The checkpoint.
+        architecture: The model's class, if not the one in the checkpoint's config.
+        **changes: Settings of the config that differ, e.g. `num_labels`.
+
+    Raises:
+        ValueError: The class is not part of transformers.
+    """
+    config = AutoConfig.from_pretrained(source.folder)
+    for name, value in changes.items():
+        setattr(config, name, value)
+    architecture = architecture or architecture_of(config)
+    cls: Any = getattr(transformers, architecture or "", None)
+    if cls is None:
+        raise ValueError(
+            f"{source.source}: the class {architecture!r} is not part of transformers {transformers.__version__}, so "
+            "the names of its layers are not known here."
+        )
+    with torch.device("meta"):
+        model = cls(config)
+        model.tie_weights()
+    return model
+
+
+def architecture_of(config: PretrainedConfig) -> str | None:
+    """The class of the model that a config belongs to, the bare model's if it does not say."""
+    if config.architectures:
+        return config.architectures[0]
+    bare: Any = transformers.AutoModel._model_mapping.get(type(config), None)
+    return getattr(bare, "__name__", None)
+
+
+def task_type_of(model: nn.Module) -> TaskType | None:
+    """The task type that PEFT has for a class of transformers, if it has one."""
+    return next((task for ending, task in TASKS.items() if type(model).__name__.endswith(ending)), None)
+
+
+def tied_names(model: nn.Module) -> dict[str, list[str]]:
+    """The other names of each tied parameter, by name."""
+    groups: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        groups.setdefault(id(parameter), []).append(name)
+    return {name: [n for n in names if n != name] for names in groups.values() if len(names) > 1 for name in names}
+
+
+def _translate(
+    checkpoint: Checkpoint, model: nn.Module, wanted: Mapping[str, torch.Tensor]
+) -> Iterator[tuple[str, str, Any]]:
+    """For each tensor of a checkpoint: its name in the model, its own name, and how it is converted, if it is."""
+    prefix = getattr(model, "base_model_prefix", "")
+    rename, groups = _transformers_rules(model, prefix, wanted)
+    for source in checkpoint:
+        if source in wanted:
+            yield source, source, None
+            continue
+        name, group = rename(source)
+        if group is None:
+            yield _with_prefix(name, prefix, wanted), source, None
+        else:
+            group.append(source)
+    for group in groups():
+        for name in _convert(group, checkpoint, model, meta=True):
+            yield _with_prefix(name, prefix, wanted), group[0], group
+
+
+def _with_prefix(name: str, prefix: str, wanted: Mapping[str, torch.Tensor]) -> str:
+    """The name with the bare model's prefix put on or taken off, if the model has it so."""
+    if name not in wanted:
+        for other in (f"{prefix}.{name}", name.removeprefix(f"{prefix}.")):
+            if prefix and other in wanted:
+                return other
+    return name
+
+
+class _Group(list[str]):
+    """The tensors of a checkpoint that are converted together."""
+
+    def __init__(self, name: str, pattern: str, converter: Any):
+        super().__init__()
+        self.name, self.pattern, self.converter = name, pattern, converter
+        self.patterns: dict[str, str] = {}
+
+
+def _transformers_rules(model: nn.Module, prefix: str, wanted: Mapping[str, torch.Tensor]) -> tuple[Any, Any]:
+    """How transformers renames and converts the tensors of this model's checkpoints while it loads them."""
+    try:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+    except ImportError:  # before version 5 there was no more than this
+        return lambda source: (re.sub("gamma$", "weight", re.sub("beta$", "bias", source)), None), lambda: []
+    rules = get_model_conversion_mapping(model)  # type: ignore[arg-type]
+    renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
+    converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+    by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
+    found: dict[str, _Group] = {}
+
+    def rename(source: str) -> tuple[str, _Group | None]:
+        name, pattern = rename_source_key(source, renamings, converters, prefix, wanted)  # type: ignore[arg-type]
+        if pattern is None:
+            return name, None
+        group = found.setdefault(name, _Group(name, pattern, by_pattern[pattern]))
+        group.patterns[source] = pattern
+        return name, group
+
+    return rename, found.values
+
+
+def _convert(group: Any, checkpoint: Checkpoint, model: nn.Module, meta: bool = False) -> dict[str, torch.Tensor]:
+    converter = copy.deepcopy(group.converter)
+    for source in sorted(group, key=_natural_order):
+        tensor = torch.empty(checkpoint.shape(source), device="meta") if meta else checkpoint[source]
+        converter.add_tensor(group.name, source, group.patterns[source], tensor)
+    made = converter.convert(group.name, model=model, config=model.config)
+    return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+
+
+def _natural_order(name: str) -> list[tuple[int, int, str]]:
+    return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in name.split(".")]

@@ -1,0 +1,169 @@
+"""Combine adapters into a new one: the base plus a weighted sum of differences, or PEFT's pruned variants of that."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from peft.tuners.lora.layer import LoraLayer
+from peft.utils import merge_utils
+from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
+from torch import nn
+
+from peft_surgical.copies.module import TunedModule
+from peft_surgical.methods.combine_lora import LoraCombination
+
+
+COMBINATIONS = ("linear", "ties", "dare_linear", "dare_ties", "magnitude_prune")
+
+
+def add_weighted_adapter(
+    tuner: Any,
+    adapters: Sequence[str],
+    weights: Sequence[float],
+    adapter_name: str,
+    combination_type: str = "linear",
+    density: float | None = None,
+    majority_sign_method: str = "total",
+    lora: LoraCombination | None = None,
+) -> None:
+    """Add an adapter that combines others; see `DeltaTuner.add_weighted_adapter`.
+
+    `lora` says how LoRA's matrices are combined, if the adapters have any.
+    """
+    combine = _combination(combination_type, density, majority_sign_method)
+    _check(tuner, adapters, weights, adapter_name)
+    united = united_config(tuner, {name: tuner.peft_config[name] for name in adapters})
+    if lora is not None:
+        lora.set_rank(united, [tuner.peft_config[name] for name in adapters])
+    tuner.peft_config[adapter_name] = united
+    try:
+        tuner.inject_adapter(tuner.model, adapter_name)
+    except BaseException:
+        del tuner.peft_config[adapter_name]
+        raise
+    with torch.no_grad():
+        for module in tuner.model.modules():
+            if isinstance(module, TunedModule) and adapter_name in module.tuned:
+                _combine_copies(module, adapters, weights, adapter_name, combine)
+            elif isinstance(module, ModulesToSaveWrapper) and adapter_name in module.modules_to_save:
+                _combine_heads(module, adapters, weights, adapter_name, combine)
+            elif isinstance(module, LoraLayer) and adapter_name in module.r and lora is not None:
+                lora.combine(tuner, module, adapters, weights, adapter_name)
+
+
+def united_config(tuner: Any, configs: Mapping[str, Any]) -> Any:
+    """A config that chooses what any of several configs chooses.
+
+    Args:
+        tuner: The tuner of the model that the configs have been resolved on.
+        configs: The configs by a name for each, for errors.
+
+    Raises:
+        ValueError: No config can say that, or the tasks have different labels.
+    """
+    first = next(iter(configs.values()))
+    labels = {name: (config.labels or {}).get("num_labels") for name, config in configs.items()}
+    if len(set(labels.values())) > 1:
+        raise ValueError(
+            f"The heads (modules_to_save={first.modules_to_save}) of these adapters have different numbers of labels, "
+            f"{labels}, and cannot be brought together."
+        )
+    united = copy.copy(first)
+    heads = [name for config in configs.values() for name in config.modules_to_save or []]
+    united.modules_to_save = list(dict.fromkeys(heads)) or None
+    united.ranking_record, united.base, united.inference_mode, united.init_weights = None, None, False, True
+    vars(united).pop("_source", None)  # it is not read from a file
+    tuner._unite_choice(united, list(configs.values()))
+    _check_union(tuner, united, configs)
+    return united
+
+
+def _check_union(tuner: Any, united: Any, configs: Mapping[str, Any]) -> None:
+    probe = copy.copy(united)
+    chosen = _tensors(tuner._choose_tensors(probe, tuner.model), probe)
+    wanted = set().union(*(_tensors(config._units, config) for config in configs.values()))
+    if chosen != wanted:
+        raise ValueError(
+            f"The adapters {list(configs)} choose their modules in ways that no one configuration can express "
+            f"together, e.g. {sorted(chosen ^ wanted)[0]}. Give them the same options besides their layers."
+        )
+
+
+def _tensors(units: Mapping[str, Sequence[str]], config: Any) -> set[str]:
+    return {f"{path}.{name}" for path, names in units.items() for name in names} | getattr(config, "_lora", set())
+
+
+def _combination(kind: str, density: float | None, majority_sign_method: str) -> Callable[..., torch.Tensor]:
+    if kind not in COMBINATIONS:
+        raise ValueError(f"combination_type={kind!r}: allowed are {', '.join(COMBINATIONS)}.")
+    if kind == "linear":
+        return merge_utils.task_arithmetic
+    if density is None or not 0 < density <= 1:
+        raise ValueError(
+            f"density={density!r}: combination_type={kind!r} needs the share of values to keep, above 0 and at most 1."
+        )
+    options = {"majority_sign_method": majority_sign_method} if kind.endswith("ties") else {}
+    return partial(getattr(merge_utils, kind), density=density, **options)
+
+
+def _check(tuner: Any, adapters: Sequence[str], weights: Sequence[float], adapter_name: str) -> None:
+    if adapter_name in tuner.peft_config:
+        raise ValueError(f"There is an adapter {adapter_name!r} already. Delete it, or choose another name.")
+    if isinstance(adapters, str) or not adapters or len(set(adapters)) != len(adapters):
+        raise ValueError(f"adapters={adapters!r} must be a list of different adapters.")
+    if unknown := [name for name in adapters if name not in tuner.peft_config]:
+        raise ValueError(f"There is no adapter {unknown[0]!r}. Adapters: {', '.join(tuner.peft_config)}.")
+    if len(weights) != len(adapters):
+        raise ValueError(f"weights={weights!r} must hold one number for each of the {len(adapters)} adapters.")
+    for name, module in tuner.model.named_modules():
+        if isinstance(module, AuxiliaryTrainingWrapper) and not isinstance(module, ModulesToSaveWrapper):
+            raise ValueError(f"{name} is a {type(module).__name__}, whose adapters cannot be combined.")
+
+
+def _combine_copies(
+    module: TunedModule,
+    adapters: Sequence[str],
+    weights: Sequence[float],
+    adapter_name: str,
+    combine: Callable[..., torch.Tensor],
+) -> None:
+    for name in module.tuned[adapter_name].names:
+        sources = [
+            (module.tuned[a][name], w)
+            for a, w in zip(adapters, weights, strict=True)
+            if a in module.tuned and name in module.tuned[a]
+        ]
+        target = module.tuned[adapter_name][name]
+        # a buffer is a statistic, in which nothing is to be pruned
+        how = combine if isinstance(target, nn.Parameter) else merge_utils.task_arithmetic
+        target.data = _combined(module.original(name), sources, how)
+
+
+def _combine_heads(
+    wrapper: ModulesToSaveWrapper,
+    adapters: Sequence[str],
+    weights: Sequence[float],
+    adapter_name: str,
+    combine: Callable[..., torch.Tensor],
+) -> None:
+    heads: Any = wrapper.modules_to_save
+    base = wrapper.original_module.state_dict()
+    states = [(heads[a].state_dict(), w) for a, w in zip(adapters, weights, strict=True) if a in heads]
+    for name, target in heads[adapter_name].state_dict(keep_vars=True).items():
+        target.data = _combined(base[name], [(state[name], w) for state, w in states], combine)
+
+
+def _combined(
+    base: torch.Tensor, sources: Sequence[tuple[torch.Tensor, float]], combine: Callable[..., torch.Tensor]
+) -> torch.Tensor:
+    """The base plus the combined differences, in float64, so that weight 1 gives the adapter's own values."""
+    if not base.is_floating_point():
+        return sources[0][0].clone()
+    start = base.double()
+    differences = [value.double() - start for value, _ in sources]
+    weights = torch.tensor([w for _, w in sources], dtype=torch.float64, device=base.device)
+    return (start + combine(differences, weights)).to(sources[0][0].dtype)

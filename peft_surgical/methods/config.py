@@ -1,0 +1,101 @@
+"""What the configs of this package have in common."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from huggingface_hub import hf_hub_download
+from peft import PeftConfig
+from peft.utils import SAFETENSORS_WEIGHTS_NAME
+from torch import nn
+
+from peft_surgical.files.encodings import find_encoding
+
+
+@dataclass
+class DeltaConfig(PeftConfig):
+    """Base of `SurgicalConfig` and `StratifiedConfig`; not used by itself.
+
+    Args:
+        labels: Number and names of the task's labels, from the model's config. Set when the adapter is made.
+        base: What the base model is like, see `describe_base`. Set when the adapter is made.
+        encoding: How trained values are written: `"values"`, or as differences to the base `"lossless"`, `"bf16"`,
+            `"int8"`, `"int4"` or `"sign"`. May be set at any time before saving; loading reads it from the file.
+        check_base: Whether loading the adapter onto another base model than the one it was trained on is an error.
+        key_mapping: For a base whose modules have been renamed since the adapter was saved: patterns in the names of
+            the saved tensors and what to put in their place, as in PEFT's `load_adapter`. Only for loading.
+        format_version: Version of this file's format.
+    """
+
+    labels: dict | None = field(default=None, metadata={"help": "Number and names of the task's labels."})
+    base: dict | None = field(default=None, metadata={"help": "What the base model is like."})
+    encoding: str = field(default="values", metadata={"help": "values, lossless, bf16, int8, int4 or sign."})
+    check_base: bool = field(default=True, metadata={"help": "Whether another base model is an error."})
+    key_mapping: dict[str, str] | None = field(default=None, metadata={"help": "New names of renamed modules."})
+    format_version: int = field(default=1, metadata={"help": "Version of this file's format."})
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.encoding != "values":
+            find_encoding(self.encoding)
+        # what the config means on the model that it is being injected into; not part of the config itself
+        self._units: dict[str, list[str]] = {}
+        self._owners: set[str] = set()
+        self._shared: dict[int, nn.Parameter] = {}
+        self._shapes: dict[str, torch.Size] = {}
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: str, subfolder: str | None = None, **kwargs: Any):
+        config = super().from_pretrained(pretrained_model_name_or_path, subfolder=subfolder, **kwargs)
+        # so that the weights can be checked before the model is changed
+        config._source = (pretrained_model_name_or_path, subfolder, cls._split_kwargs(kwargs)[0])
+        return config
+
+    def save_pretrained(self, save_directory: str, **kwargs: Any) -> None:
+        """Write `adapter_config.json`; the file appears whole or not at all."""
+        target = os.path.join(save_directory, "adapter_config.json")
+        aside = os.path.join(save_directory, f".adapter_config.{os.getpid()}")
+        try:
+            super().save_pretrained(aside, **kwargs)
+            os.replace(os.path.join(aside, "adapter_config.json"), target)
+        finally:
+            if os.path.isdir(aside):
+                for leftover in os.listdir(aside):
+                    os.remove(os.path.join(aside, leftover))
+                os.rmdir(aside)
+
+    def present_name(self, name: str) -> str:
+        """The name that a saved tensor has in the base at hand, see `key_mapping`."""
+        prefix = "base_model.model." if name.startswith("base_model.model.") else ""
+        bare = name.removeprefix(prefix)
+        for pattern, replacement in (self.key_mapping or {}).items():
+            renamed, count = re.subn(pattern, replacement, bare)
+            if count:
+                return prefix + renamed
+        return name
+
+    def forget_saved_names(self) -> None:
+        """Go over to the present names for good, once the tensors are in the model."""
+        if self.key_mapping and self.base:
+            names = {self.present_name(name): mark for name, mark in self.base["tensors"].items()}
+            self.base, self.key_mapping = {**self.base, "tensors": names}, None
+
+    def weights_file(self) -> str | None:
+        """The safetensors file that belongs to this config, if it was read from a folder or the hub."""
+        name, subfolder, options = getattr(self, "_source", (None, None, {}))
+        if name is None:
+            return None
+        local = os.path.join(name, subfolder or "", SAFETENSORS_WEIGHTS_NAME)
+        if os.path.exists(local):
+            return local
+        if os.path.isdir(name):
+            return None
+        try:
+            options = {key: value for key, value in options.items() if key != "user_agent"}
+            return hf_hub_download(name, SAFETENSORS_WEIGHTS_NAME, subfolder=subfolder, **options)
+        except Exception:  # PEFT's own loading follows and says what is wrong
+            return None

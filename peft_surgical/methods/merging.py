@@ -1,0 +1,88 @@
+"""Take adapters out of a model again, one or all, with or without their weights merged into it."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+from peft.tuners.tuners_utils import BaseTunerLayer, _check_adapters_not_merged
+from peft.utils.other import AuxiliaryTrainingWrapper, _get_submodules
+from tqdm import tqdm
+
+from peft_surgical.copies.in_place import TunedOwner
+from peft_surgical.copies.ties import admit_untied_embeddings, forget_originals
+
+
+def unload(tuner: Any, merge: bool, progressbar: bool, safe_merge: bool, adapter_names: list[str] | None) -> Any:
+    """Put the base's modules back in the places of their wrappers; the arguments are PEFT's.
+
+    Returns:
+        The model without wrappers: with the weights of the adapters if merged, else the base as it was.
+    """
+    wrapped = [
+        (name, module)
+        for name, module in tuner.model.named_modules()
+        if isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper))
+    ]
+    if merge:
+        tuner.merge_adapter(adapter_names, safe_merge)
+    else:
+        tuner.unmerge_adapter()
+    done: list[str] = []
+    for name, module in tqdm(wrapped, disable=not progressbar, desc="Unloading"):
+        if isinstance(module, TunedOwner):
+            module.detach()
+        if isinstance(module, TunedOwner) or any(name.startswith(f"{outer}.") for outer in done):
+            continue
+        done.append(name)
+        parent, _, child_name = _get_submodules(tuner.model, name)
+        if isinstance(module, AuxiliaryTrainingWrapper) and not merge:
+            plain = module.original_module  # PEFT itself would leave the trained head in the base
+        elif hasattr(module, "unload_and_optionally_merge_module"):
+            plain = module.unload_and_optionally_merge_module(
+                merge=merge, safe_merge=safe_merge, adapter_names=adapter_names
+            )
+        else:
+            plain = module.get_base_layer()
+        setattr(parent, child_name, plain)
+    tuner._sync_labels(enabled=merge)
+    forget_originals(tuner.model)
+    if merge:
+        admit_untied_embeddings(tuner.model)
+    if hasattr(tuner.model, "peft_config"):
+        del tuner.model.peft_config
+    return tuner.model
+
+
+def delete_adapter(tuner: Any, adapter_name: str) -> None:
+    """Delete one adapter; see `DeltaTuner.delete_adapter`."""
+    if adapter_name not in tuner.peft_config:
+        raise ValueError(f"Adapter {adapter_name} does not exist. Adapters: {', '.join(tuner.peft_config)}.")
+    _check_adapters_not_merged(tuner.model, adapter_name)
+    was_active = adapter_name in tuner.active_adapters
+    remaining = [name for name in tuner.active_adapters if name != adapter_name]
+    del tuner.peft_config[adapter_name]
+    if was_active and not remaining:
+        remaining = list(tuner.peft_config)[:1]
+        if remaining:
+            warnings.warn(
+                f"Adapter {adapter_name} was active which is now deleted. Setting active adapter to {remaining[0]}.",
+                stacklevel=2,
+            )
+    if was_active and remaining:
+        tuner.set_adapter(remaining)
+    elif was_active:
+        tuner.active_adapter = []
+        tuner._sync_labels()
+    for module in list(tuner.model.modules()):
+        if isinstance(module, BaseTunerLayer):
+            for attribute in module.adapter_layer_names + module.other_param_names:
+                table = getattr(module, attribute)
+                if adapter_name in table:
+                    del table[adapter_name]
+            if was_active and not remaining:
+                module.set_adapter([])
+        elif isinstance(module, AuxiliaryTrainingWrapper):
+            module.delete_adapter(adapter_name, new_active_adapters=list(tuner.active_adapters))
+    if "_backward_start" in tuner.__dict__:
+        tuner._backward_start.look_again()  # it would hold on to the deleted tensors

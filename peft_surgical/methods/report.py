@@ -1,0 +1,150 @@
+"""What an adapter trains, layer by layer, and how far down the backward pass has to go."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import nn
+
+from peft_surgical.copies.module import TunedModule
+from peft_surgical.copies.select import owners
+from peft_surgical.layers import Layer, find_stacks
+
+
+@dataclass(frozen=True)
+class ReportRow:
+    """One layer, or everything outside the layers.
+
+    Args:
+        stack: Name of the stack, or the name of the module outside the stacks.
+        index: The layer's index; None outside the stacks.
+        tensors: Names of the trained tensors inside the layer (or module), as in the base model; those of LoRA end in
+            `lora_A.weight` and the like.
+        frozen: Names of the layer's other tensors: those that are neither trained nor adapted by LoRA.
+        parameters: How many numbers are trained.
+        bytes: What they take in memory, in bytes.
+    """
+
+    stack: str
+    index: int | None
+    tensors: tuple[str, ...]
+    frozen: tuple[str, ...]
+    parameters: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class TuningReport:
+    """What is trained at present. Made by `tuning_report`; print it for a table."""
+
+    rows: tuple[ReportRow, ...]
+    depths: dict[str, int]
+
+    @property
+    def parameters(self) -> int:
+        """How many numbers are trained in all; the sum over all trainable parameters of the model."""
+        return sum(row.parameters for row in self.rows)
+
+    @property
+    def bytes(self) -> int:
+        """What the trained numbers take in memory, in bytes; about the size of the saved adapter."""
+        return sum(row.bytes for row in self.rows)
+
+    def lowest_layer(self, stack: str) -> int | None:
+        """The lowest trained layer of a stack: the backward pass stops there. None if none is trained.
+
+        Parameters below the stack (embeddings) make it run through the whole stack, that is down to 0.
+        """
+        trained = [row.index for row in self.rows if row.stack == stack and row.index is not None]
+        return min(trained) if trained else None
+
+    def __str__(self) -> str:
+        lines = [f"{'layer':<24}{'parameters':>14}{'MB':>10}  trained tensors"]
+        for row in self.rows:
+            name = row.stack if row.index is None else f"{row.stack} {row.index}"
+            tensors = ", ".join(row.tensors[:4]) + (
+                f", ... ({len(row.tensors)} in all)" if len(row.tensors) > 4 else ""
+            )
+            lines.append(f"{name:<24}{row.parameters:>14,}{row.bytes / 1e6:>10.2f}  {tensors}")
+        lines.append(f"{'total':<24}{self.parameters:>14,}{self.bytes / 1e6:>10.2f}")
+        for stack, depth in self.depths.items():
+            lowest = self.lowest_layer(stack)
+            if lowest is None:
+                lines.append(f"{stack}: no layer is trained")
+            else:
+                lines.append(
+                    f"{stack}: the backward pass goes through {depth - lowest} of {depth} layers, down to {lowest}"
+                )
+        return "\n".join(lines)
+
+
+def tuning_report(model: nn.Module) -> TuningReport:
+    """List what is trained in a model with adapters.
+
+    Args:
+        model: The model that the adapters were injected into (`PeftModel.get_base_model()`).
+
+    Returns:
+        One row per layer with trained parameters, then one per module outside the layers.
+    """
+    stacks = find_stacks(model)
+    layers: dict[tuple[str, int | None], Layer] = {
+        (layer.stack, layer.index): layer for stack in stacks.values() for layer in stack.layers
+    }
+    places = {f"{layer.path}.": (stack.name, layer.index) for stack in stacks.values() for layer in stack.layers}
+    containers = {
+        name: isinstance(module, TunedModule)
+        for module in model.modules()
+        if isinstance(module, BaseTunerLayer)
+        for name in module.adapter_layer_names
+    }
+    found: dict[tuple[str, int | None], list[tuple[str, nn.Parameter]]] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            path = next((path for path in places if name.startswith(path)), None)
+            place = places[path] if path else (name.partition(".")[0], None)
+            inside = name[len(path) :] if path else name.partition(".")[2]
+            found.setdefault(place, []).append((_readable(inside, containers), parameter))
+    order = {name: i for i, name in enumerate(stacks)}
+    keys = sorted(found, key=lambda key: (order.get(key[0], len(order)), -1 if key[1] is None else key[1]))
+    rows = tuple(
+        ReportRow(
+            stack,
+            index,
+            tuple(dict.fromkeys(name for name, _ in found[stack, index])),
+            _frozen(layers.get((stack, index)), [name for name, _ in found[stack, index]]),
+            sum(p.numel() for _, p in found[stack, index]),
+            sum(p.numel() * p.element_size() for _, p in found[stack, index]),
+        )
+        for stack, index in keys
+    )
+    return TuningReport(rows, {name: len(stack) for name, stack in stacks.items()})
+
+
+def _frozen(layer: Layer | None, trained: Sequence[str]) -> tuple[str, ...]:
+    """The names of a layer's tensors that are neither trained nor adapted by LoRA."""
+    if layer is None:
+        return ()
+    adapted = {name.partition(".lora_")[0] + ".weight" for name in trained if ".lora_" in name}
+    names = [f"{owner.path}.{name}" for owner in owners(layer.path, layer.module) for name in owner.names]
+    inside = (name[len(layer.path) + 1 :] for name in names)
+    return tuple(name for name in inside if name not in adapted and name not in trained)
+
+
+def _readable(name: str, containers: Mapping[str, bool]) -> str:
+    """A parameter's name without what adapters put in it; `containers` tells which of theirs hold copies."""
+    parts = name.replace("|", ".").split(".")
+    kept = []
+    skip_next = False
+    for part in parts:
+        if skip_next:
+            skip_next = False
+        elif part in containers or part == "modules_to_save":
+            skip_next = True  # the adapter's name
+            if not containers.get(part, True):
+                kept.append(part)
+        elif part not in ("base_layer", "own_tensors"):
+            kept.append(part)
+    return ".".join(kept)

@@ -1,0 +1,240 @@
+"""Strata: layers that are tuned alike. What is written for them (`strata_form.py`), and what it means on a model."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+
+from peft_surgical.layer_specs import layer_indices
+from peft_surgical.layers import Layer, Stack, choose_stack, describe_stacks, find_stacks, unwrap
+from peft_surgical.methods.stratified.attention_names import attention_names
+
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Stratum:
+    """Layers of one stack that are tuned alike.
+
+    Args:
+        stack: The stack.
+        layers: The indices of the layers, ascending.
+        tune: One of `TUNINGS`.
+        target_modules: The modules that get LoRA, as in PEFT; for `"lora"` only.
+        bias: Which bias terms are trained beside LoRA, one of `BIASES`; for `"lora"` only.
+        add_bias: Whether linear modules without a bias get one, zero at the start; for `"lora"` and `"bitfit"`.
+    """
+
+    stack: Stack
+    layers: tuple[int, ...]
+    tune: str
+    target_modules: tuple[str, ...] | str | None = None
+    bias: str = "none"
+    add_bias: bool = False
+
+    def __str__(self) -> str:
+        return f"stratum of layers {list(self.layers)} of {self.stack.name} (tune={self.tune!r})"
+
+    @property
+    def modules(self) -> list[Layer]:
+        """The layers themselves."""
+        return [self.stack.layers[i] for i in self.layers]
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain data, the form in a config."""
+        plain: dict[str, Any] = {"layers": list(self.layers), "tune": self.tune}
+        if self.tune == "lora":
+            targets = self.target_modules
+            plain |= {
+                "target_modules": targets if isinstance(targets, str) else list(targets or ()),
+                "bias": self.bias,
+            }
+        if self.add_bias:
+            plain["add_bias"] = True
+        return plain
+
+
+def groups(n1: float, n2: float, depth: int, reference: int | None = None) -> tuple[int, int]:
+    """The number of layers in SPAFIT's group 1, and in groups 1 and 2 together (Arora & Wang 2024, section 3.2).
+
+    Args:
+        n1: Where group 1 ends: the index of its last layer, or a fraction of the depth.
+        n2: Where group 2 ends, likewise.
+        depth: How many layers the stack has.
+        reference: The depth that indices are meant for, if another: they count as fractions of it.
+
+    Example:
+
+        >>> groups(4, 9, 24), groups(0.2, 0.4, 24), groups(4, 9, depth=12, reference=24)
+        ((5, 10), (5, 10), (3, 5))
+    """
+
+    def count(n: float) -> int:
+        share = n if isinstance(n, float) else (n + 1) / (reference or depth)
+        return math.floor(share * depth + 0.5)
+
+    return count(n1), count(n2)
+
+
+def resolve_strata(model: nn.Module, config: Any) -> list[Stratum]:
+    """What a config's `n1`, `n2` or `strata` mean on a model.
+
+    Args:
+        model: The model.
+        config: A `StratifiedConfig`.
+
+    Returns:
+        The strata, those of a stack together and in the order of their lowest layers.
+
+    Raises:
+        ValueError: Layers of a stack are in no stratum or in two, a stratum is empty, there is no such stack, or the
+            names of the attention's modules are not known and not given.
+    """
+    model = unwrap(model)
+    strata = []
+    for stack, items in _items_by_stack(model, config).items():
+        found = [_make_stratum(item, stack, config) for item in items]
+        _check_cover(stack, found)
+        strata += sorted(found, key=lambda stratum: stratum.layers[0])
+    return [_with_targets(stratum, model, config) for stratum in strata]
+
+
+def plain_strata(strata: Sequence[Stratum], model: nn.Module) -> list[dict] | dict[str, list[dict]]:
+    """Strata as they are stored in a config: a list if the model has one stack only, else lists by stack."""
+    by_stack: dict[str, list[dict]] = {}
+    for stratum in strata:
+        by_stack.setdefault(stratum.stack.name, []).append(stratum.to_dict())
+    if list(by_stack) == list(find_stacks(model)) and len(by_stack) == 1:
+        return next(iter(by_stack.values()))
+    return by_stack
+
+
+def unite_strata(model: nn.Module, configs: Sequence[Any]) -> list[dict] | dict[str, list[dict]]:
+    """Strata in which each layer is tuned as by those of several configs that tune it.
+
+    Args:
+        model: The model.
+        configs: `StratifiedConfig`s with strata.
+
+    Raises:
+        ValueError: Two of them tune one layer differently.
+    """
+    found: dict[str, Stack] = {}
+    tunings: dict[tuple[str, int], Stratum] = {}
+    for stratum in [stratum for config in configs for stratum in resolve_strata(model, config)]:
+        found[stratum.stack.name] = stratum.stack
+        for index in stratum.layers:
+            here = replace(stratum, layers=())
+            there = tunings.setdefault((stratum.stack.name, index), here)
+            if there.tune == "frozen":
+                tunings[stratum.stack.name, index] = here
+            elif here.tune != "frozen" and here != there:
+                raise ValueError(
+                    f"Layer {index} of {stratum.stack.name} is tuned in two ways, {there.to_dict()} and "
+                    f"{here.to_dict()}, which one configuration cannot express together."
+                )
+    groups: dict[Stratum, list[int]] = {}
+    for (_, index), tuning in sorted(tunings.items(), key=lambda item: item[0][1]):
+        groups.setdefault(tuning, []).append(index)
+    strata = [replace(tuning, layers=tuple(indices)) for tuning, indices in groups.items()]
+    return plain_strata(sorted(strata, key=lambda s: list(found).index(s.stack.name)), model)
+
+
+def _items_by_stack(model: nn.Module, config: Any) -> dict[Stack, list[Mapping]]:
+    stacks = find_stacks(model)
+    if isinstance(config.strata, Mapping):
+        named = {choose_stack(model, name): items for name, items in config.strata.items()}
+        if len(named) < len(config.strata):
+            raise ValueError(f"strata names a stack twice: {list(config.strata)}. {describe_stacks(stacks)}")
+        return named
+    in_pairs = len(stacks) > 1 and getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+    if config.strata is not None:
+        # one stratum for all layers means the same in every stack; where it tunes them, towers are to be named
+        if [item["layers"] for item in config.strata] == ["all"] and (
+            in_pairs or config.strata[0]["tune"] == "frozen"
+        ):
+            return {stack: config.strata for stack in stacks.values()}
+        return {_only_stack(model, stacks, "strata={'%s': [...]}"): config.strata}
+    if not in_pairs:
+        stack = _only_stack(model, stacks, "strata={'%s': [...]} in place of n1 and n2")
+        return {stack: _group_items(config, stack, len(stack))}
+    deepest = max(map(len, stacks.values()))
+    found = {stack: _group_items(config, stack, deepest) for stack in stacks.values()}
+    logger.warning(
+        "n1=%s and n2=%s apply to each stack of this encoder-decoder model as fractions of its depth: %s. Give "
+        "strata={'stack': [...]} to choose otherwise.",
+        config.n1,
+        config.n2,
+        "; ".join(
+            f"{s.name}: {', '.join(i['layers'] + ' ' + i['tune'] for i in items)}" for s, items in found.items()
+        ),
+    )
+    return found
+
+
+def _only_stack(model: nn.Module, stacks: Mapping[str, Stack], how: str) -> Stack:
+    if len(stacks) > 1:
+        raise ValueError(
+            f"{type(model).__name__} has several stacks of layers, so strata need the name of theirs: "
+            f"{how % next(iter(stacks))}. Stacks that are not named stay frozen. {describe_stacks(stacks)}"
+        )
+    return choose_stack(model)
+
+
+def _group_items(config: Any, stack: Stack, reference: int) -> list[Mapping]:
+    first, second = groups(config.n1, config.n2, len(stack), reference)
+    if not 0 < first < second < len(stack):
+        raise ValueError(
+            f"n1={config.n1!r} and n2={config.n2!r} leave a group without layers in {stack}: group 1 has {first}, "
+            f"group 2 {second - first}, group 3 {len(stack) - second}. To do without a group, name the others: "
+            'strata=[{"layers": "0-4", "tune": "bitfit"}, {"layers": "5-", "tune": "lora"}].'
+        )
+    return [
+        {"layers": f"0-{first - 1}", "tune": "frozen"},
+        {"layers": f"{first}-{second - 1}", "tune": config.group_2},
+        {"layers": f"{second}-", "tune": "lora"},
+    ]
+
+
+def _make_stratum(item: Mapping, stack: Stack, config: Any) -> Stratum:
+    layers = tuple(layer_indices(item["layers"], stack))
+    tune = item["tune"]
+    if tune not in ("lora", "bitfit"):
+        return Stratum(stack, layers, tune)
+    add_bias = bool(item.get("add_bias", config.add_bias))
+    if tune == "bitfit":
+        return Stratum(stack, layers, tune, add_bias=add_bias)
+    targets = item.get("target_modules", config.target_modules)
+    if targets is not None and not isinstance(targets, str):
+        targets = tuple(sorted(targets))
+    return Stratum(stack, layers, tune, targets, item.get("bias", config.bias_beside_lora), add_bias)
+
+
+def _check_cover(stack: Stack, strata: Sequence[Stratum]) -> None:
+    tunings: dict[int, str] = {}
+    for stratum in strata:
+        for layer in stratum.layers:
+            if layer in tunings:
+                raise ValueError(
+                    f"Layer {layer} of {stack} is in two strata (tune={tunings[layer]!r} and tune={stratum.tune!r}). "
+                    "Leave it in one."
+                )
+            tunings[layer] = stratum.tune
+    if gaps := [i for i in range(len(stack)) if i not in tunings]:
+        raise ValueError(
+            f"Layers {gaps} of {stack} are in no stratum. Add one for them, "
+            f'{{"layers": {gaps}, "tune": "frozen"}} to leave them as they are.'
+        )
+
+
+def _with_targets(stratum: Stratum, model: nn.Module, config: Any) -> Stratum:
+    if stratum.tune != "lora" or stratum.target_modules is not None:
+        return stratum
+    names = attention_names(model, stratum.modules, config.variant or "II")
+    return replace(stratum, target_modules=tuple(sorted(names)))

@@ -1,0 +1,225 @@
+"""What a stratum means for one of its layers: which modules get LoRA, and which tensors a copy per adapter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from peft.tuners.tuners_utils import BaseTunerLayer, check_target_module_exists
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from peft_surgical.copies.select import Owner, base_modules, bottom, original_tensor, owners
+from peft_surgical.layers import Layer
+from peft_surgical.methods.matching import Matching
+from peft_surgical.methods.stratified.attention_names import linear_names
+from peft_surgical.methods.stratified.bias_terms import addable_bias, bias_terms, is_norm
+from peft_surgical.methods.stratified.strata import Stratum
+
+
+@dataclass
+class Choice:
+    """What strata mean on a model.
+
+    Args:
+        lora: The paths of the modules that get LoRA.
+        copies: The names of the tensors that get a copy per adapter, by the path of the module that owns them.
+        owners: The paths of those owners that have other modules in them, and so keep their place.
+    """
+
+    lora: set[str] = field(default_factory=set)
+    copies: dict[str, list[str]] = field(default_factory=dict)
+    owners: set[str] = field(default_factory=set)
+
+
+def choose(strata: Sequence[Stratum], is_left_out: Callable[[str], bool]) -> Choice:
+    """What strata mean on the model that their layers belong to.
+
+    Args:
+        strata: The strata.
+        is_left_out: Tells whether a module is to be left alone, by its path.
+
+    Raises:
+        ValueError: Nothing can be tuned in a layer, or a name among `target_modules` matches nothing.
+    """
+    choice = Choice()
+    for stratum in strata:
+        for layer in stratum.modules:
+            lora = lora_paths(stratum, layer, is_left_out)
+            choice.lora.update(lora)
+            for path, (owner, names) in copied_tensors(stratum, layer, lora, is_left_out).items():
+                choice.copies[path] = names
+                if owner.has_parts or path == layer.path:
+                    choice.owners.add(path)
+    _check_targets(strata, choice.lora)
+    return choice
+
+
+def lora_paths(stratum: Stratum, layer: Layer, is_left_out: Callable[[str], bool]) -> list[str]:
+    """The paths of the modules of a layer that get LoRA.
+
+    Args:
+        stratum: The layer's stratum.
+        layer: The layer.
+        is_left_out: Tells whether a module is to be left alone, by its path.
+
+    Raises:
+        ValueError: No module of the layer is among the stratum's `target_modules`.
+    """
+    if stratum.tune != "lora":
+        return []
+    found = [
+        path
+        for path, module in base_modules(layer.path, layer.module)
+        if _is_target(path, module, stratum) and not is_left_out(path)
+    ]
+    if not found:
+        raise ValueError(
+            f"Layer {layer.index} of the {stratum} has none of target_modules={stratum.target_modules!r}. Linear "
+            f"modules in it: {', '.join(linear_names([layer]))}."
+        )
+    return found
+
+
+def copied_tensors(
+    stratum: Stratum, layer: Layer, lora: Collection[str], is_left_out: Callable[[str], bool]
+) -> dict[str, tuple[Owner, list[str]]]:
+    """The tensors of a layer that get a copy per adapter.
+
+    Args:
+        stratum: The layer's stratum.
+        layer: The layer.
+        lora: The paths of the modules that get LoRA.
+        is_left_out: Tells whether a module is to be left alone, by its path.
+
+    Returns:
+        The modules that own them, with the tensors' names in the module, by the module's path.
+
+    Raises:
+        ValueError: The stratum tunes nothing in this layer.
+    """
+    touched = [place for place in _sublayers(layer) if any(_is_inside(path, place) for path in lora)]
+    found = {}
+    for owner in owners(layer.path, layer.module):
+        if not is_left_out(owner.path) and (names := _chosen(stratum, owner, touched)):
+            found[owner.path] = owner, names
+    if not found and stratum.tune in ("bitfit", "norm", "full"):
+        raise ValueError(_nothing_to_tune(stratum, layer))
+    return found
+
+
+def _chosen(stratum: Stratum, owner: Owner, touched: Collection[str]) -> list[str]:
+    if stratum.tune == "full":
+        return owner.names
+    if stratum.tune == "norm":
+        return [n for n in owner.names if n in dict(owner.module.named_parameters())] if is_norm(owner.module) else []
+    if stratum.tune == "frozen" or (stratum.tune == "lora" and stratum.bias == "none"):
+        return []
+    if stratum.tune == "lora" and stratum.bias == "other" and any(_is_inside(owner.path, t) for t in touched):
+        return []
+    return bias_terms(owner) + (addable_bias(owner) if stratum.add_bias else [])
+
+
+def _sublayers(layer: Layer) -> list[str]:
+    """The paths of a layer's parts; lists are looked through, and so is a part that is the only one."""
+    path, module = layer.path, bottom(layer.module)
+    while True:
+        parts = _parts(path, module)
+        if len(parts) != 1 or not any(True for _ in parts[0][1].children()):
+            return [path for path, _ in parts]
+        path, module = parts[0]
+
+
+def _parts(path: str, module: nn.Module) -> list[tuple[str, nn.Module]]:
+    parts = []
+    for name, child in module.named_children():
+        inner = bottom(child)
+        if isinstance(inner, (nn.ModuleList, nn.ModuleDict)):
+            parts += _parts(f"{path}.{name}", inner)
+        elif any(True for _ in inner.parameters()):
+            parts.append((f"{path}.{name}", inner))
+    return parts
+
+
+def _is_target(path: str, module: nn.Module, stratum: Stratum) -> bool:
+    targets = stratum.target_modules
+    if targets == "all-linear":
+        return isinstance(module, (nn.Linear, Conv1D))
+    matching = Matching(list(targets) if isinstance(targets, tuple) else targets, None, None)
+    return bool(check_target_module_exists(matching, path))
+
+
+def _is_inside(path: str, place: str) -> bool:
+    return path == place or path.startswith(f"{place}.")
+
+
+def _nothing_to_tune(stratum: Stratum, layer: Layer) -> str:
+    what = {"bitfit": "bias terms", "norm": "norms"}.get(stratum.tune, "tensors")
+    hint = "Leave the layer frozen, or drop what excludes its modules."
+    if stratum.tune == "bitfit":
+        hint = (
+            'Tune its norms instead (group_2="norm" beside n1 and n2, or {"layers": ..., "tune": "norm"} in strata), '
+            "or give its linear modules biases that start at zero (add_bias=True)."
+        )
+    return f"Layer {layer.index} of the {stratum} has no {what} to tune. {hint}"
+
+
+def check_choice(choice: Choice, model: nn.Module, *, use_dora: bool = False) -> None:
+    """Refuse what cannot be trained, before the model is changed.
+
+    Args:
+        choice: What is to be trained.
+        model: The model.
+        use_dora: Whether LoRA is DoRA.
+
+    Raises:
+        ValueError: A tensor is quantised, offloaded, or in a module that another adapter's LoRA takes as a whole; or
+            DoRA is asked for on a module whose bias is trained.
+    """
+    is_dry_run = all(parameter.device.type == "meta" for parameter in model.parameters())
+    for path in [*choice.lora, *choice.copies]:
+        _check_place(path, model)
+    for path, names in choice.copies.items():
+        for name in names:
+            _check_tensor(f"{path}.{name}", original_tensor(model.get_submodule(path), name), is_dry_run)
+        if use_dora and path in choice.lora and "bias" in names:
+            raise ValueError(
+                f"DoRA takes the base model's bias out of the output of {path} and cannot do so with a trained one. "
+                "Use bias_beside_lora='other' or 'none', or use_dora=False."
+            )
+
+
+def _check_targets(strata: Sequence[Stratum], lora: Collection[str]) -> None:
+    """Refuse names among `target_modules` that match nothing; PEFT passes over them in silence."""
+    for stratum in strata:
+        for name in stratum.target_modules if isinstance(stratum.target_modules, tuple) else ():
+            if not any(path == name or path.endswith(f".{name}") for path in lora):
+                raise ValueError(
+                    f"target_modules={list(stratum.target_modules or ())} of the {stratum} holds {name!r}, which "
+                    f"matches no module. Linear modules there: {', '.join(linear_names(stratum.modules))}."
+                )
+
+
+def _check_tensor(name: str, tensor: torch.Tensor, is_dry_run: bool) -> None:
+    if tensor.device.type == "meta" and not is_dry_run:
+        raise ValueError(
+            f"{name} has no values: it is on the meta device or offloaded, and training it would change nothing. Load "
+            "the model without device_map offloading, or choose other layers."
+        )
+    if isinstance(tensor, nn.Parameter) and not (tensor.is_floating_point() or tensor.is_complex()):
+        raise ValueError(
+            f"{name} is quantised ({tensor.dtype}), and quantised weights cannot be trained in full. Use "
+            "tune='lora' or 'bitfit' for its layer, or leave the layer out of the quantisation."
+        )
+
+
+def _check_place(path: str, model: nn.Module) -> None:
+    parts = path.split(".")
+    for i in range(1, len(parts)):
+        outer = model.get_submodule(".".join(parts[:i]))
+        if isinstance(outer, BaseTunerLayer):
+            raise ValueError(
+                f"{path} cannot be tuned: {'.'.join(parts[:i])} has LoRA from another adapter, which takes it as a "
+                f"whole ({type(bottom(outer)).__name__}). Unload that adapter first."
+            )

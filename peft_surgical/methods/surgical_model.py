@@ -1,0 +1,215 @@
+"""The tuner of surgical fine-tuning: train all weights of chosen layers, freeze the rest."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from peft.tuners.tuners_utils import (
+    BaseTunerLayer,
+    _maybe_include_all_linear_layers,
+    check_target_module_exists,
+)
+from torch import nn
+
+from peft_surgical.copies.dequantised import DequantisedModule
+from peft_surgical.copies.in_place import TunedOwner
+from peft_surgical.copies.module import TunedModule
+from peft_surgical.copies.quantised import can_be_dequantised, is_quantised
+from peft_surgical.copies.select import bottom, innermost_tuned, matches_any, own_tensor_names, units
+from peft_surgical.layer_specs import LayerSpec
+from peft_surgical.layers import Layer, plain_layers, resolve_layers, unwrap
+from peft_surgical.methods.hotswap import swap_in
+from peft_surgical.methods.matching import Matching, is_excluded
+from peft_surgical.methods.register import load_on_cpu, register_hotswap, register_method
+from peft_surgical.methods.surgical_config import SurgicalConfig, as_ranking
+from peft_surgical.methods.tuner import DeltaTuner
+
+
+class SurgicalModel(DeltaTuner):
+    """The tuner behind `SurgicalConfig`. Made by `get_peft_model` and `PeftModel.from_pretrained`."""
+
+    prefix: str = "surgical_"
+    tuner_layer_cls = TunedModule
+
+    def _choose_tensors(self, config: SurgicalConfig, model: nn.Module) -> dict[str, list[str]]:
+        layers = self._choose_layers(config, model)
+        if not layers and not config.target_modules:
+            raise ValueError(
+                "SurgicalConfig does not say what to tune. Give layers=[...] (or 'last:3', ...), or ranking=... with "
+                "top_k=..., or target_modules=[...]."
+            )
+        if isinstance(config.target_modules, str) and config.target_modules == "all-linear":
+            _maybe_include_all_linear_layers(config, model)
+        config._owners = set()
+        chosen: dict[str, list[str]] = {}
+        for root, module in self._roots(config, model, layers):
+            inside = dict(units(root, module))
+            if layers and _is_layer(root, layers):
+                # the layer keeps its class and place: what it owns itself is tuned without wrapping it
+                inside = {}
+                if own := own_tensor_names(module):
+                    inside[root] = own
+                    config._owners.add(root)
+                for name, child in module.named_children():
+                    if name != TunedOwner.child_name:
+                        inside.update(units(f"{root}.{name}", child))
+            for path, names in inside.items():
+                if matches_any(path, config.modules_to_save) or is_excluded(path, config):
+                    continue
+                chosen[path] = names
+        if layers and not chosen:
+            raise ValueError(
+                f"No module of the layers {config.layers} is left to tune: target_modules={config.target_modules!r}, "
+                f"exclude_modules={config.exclude_modules!r}, modules_to_save={config.modules_to_save!r}. Names in "
+                f"these layers: {', '.join(_names_inside(layers))}."
+            )
+        for path in config.extra_modules or []:
+            for unit, names in units(path, _module_at(path, model)):
+                if not matches_any(unit, config.modules_to_save):
+                    chosen.setdefault(unit, names)
+        is_dry_run = all(parameter.is_meta for parameter in model.parameters())  # nothing is to be trained, only named
+        for path in chosen:
+            module = model.get_submodule(path)
+            if _is_quantised(module):
+                chosen[path] = _check_dequantisable(path, bottom(module), config)
+            elif not is_dry_run:
+                _check_has_values(path, bottom(module))
+        return chosen
+
+    def _touched_tensors(self, config: SurgicalConfig, model: nn.Module) -> dict[str, torch.Tensor]:
+        plain = copy.copy(config)  # what is quantised has no values that hold on the same base in another form
+        plain._units = {
+            path: [n for n in names if n != "weight" or not _is_quantised(model.get_submodule(path))]
+            for path, names in config._units.items()
+        }
+        return super()._touched_tensors(plain, model)
+
+    def _expected_tensors(self, config: SurgicalConfig, model: nn.Module) -> dict[str, torch.Size]:
+        shapes = super()._expected_tensors(config, model)
+        for path in config._units:
+            module: Any = bottom(model.get_submodule(path))
+            if is_quantised(module):
+                key = f"base_model.model.{path}.{self.tuned_module_cls.adapter_layer_names[0]}.weight"
+                shapes[key] = torch.Size((module.out_features, module.in_features))
+        return shapes
+
+    def _tuned_module_cls_for(self, module: nn.Module) -> type[TunedModule]:
+        return DequantisedModule if is_quantised(module) else self.tuned_module_cls
+
+    def _choose_layers(self, config: SurgicalConfig, model: nn.Module) -> list[Layer]:
+        if config.ranking is not None and config.top_k is not None:
+            ranking = as_ranking(config.ranking)
+            config.layers = _layers_of(ranking, config.top_k)
+            config.ranking_record = ranking.to_dict()
+            config.ranking, config.top_k = None, None
+        if config.layers is None:
+            return []
+        layers = resolve_layers(model, config.layers)
+        config.layers = plain_layers(layers, model)
+        return layers
+
+    def _unite_choice(self, united: SurgicalConfig, configs: Sequence[SurgicalConfig]) -> None:
+        united.extra_modules = list(dict.fromkeys(path for c in configs for path in c.extra_modules or [])) or None
+        alike = all(
+            (c.target_modules, c.exclude_modules) == (united.target_modules, united.exclude_modules) for c in configs
+        )
+        if alike and all(config.layers is not None for config in configs):
+            chosen = {(x.stack, x.index): x for c in configs for x in resolve_layers(self.model, c.layers)}
+            united.layers = plain_layers([chosen[key] for key in sorted(chosen)], self.model)
+        else:  # the modules themselves
+            united.layers = united.exclude_modules = united.extra_modules = None
+            united.target_modules = {path for config in configs for path in config._units}
+
+    def _roots(self, config: SurgicalConfig, model: nn.Module, layers: list[Layer]):
+        """The modules to look for tensors in: the layers, or what `target_modules` matches (in the layers, if any)."""
+        if not config.target_modules:
+            return [(layer.path, layer.module) for layer in layers]
+        places = [layer.path for layer in layers]
+        matching = Matching.of(config)
+        roots: list[tuple[str, nn.Module]] = []
+        for path, module in model.named_modules():
+            inside = not layers or any(path == place or path.startswith(f"{place}.") for place in places)
+            nested = any(path.startswith(f"{root}.") for root, _ in roots)
+            if (
+                path
+                and inside
+                and not nested
+                and _is_base_module(path, model)
+                and check_target_module_exists(matching, path)
+            ):
+                roots.append((path, module))
+        return roots
+
+
+def _layers_of(ranking: Any, top_k: int) -> LayerSpec:
+    layers = ranking.top(top_k)
+    return {ranking.stack: layers} if ranking.stack else layers
+
+
+def _module_at(path: str, model: nn.Module) -> nn.Module:
+    try:
+        return model.get_submodule(path)
+    except AttributeError:
+        raise ValueError(
+            f"extra_modules: {type(model).__name__} has no module {path!r}. Give whole paths, as in named_modules()."
+        ) from None
+
+
+def _is_layer(path: str, layers: list[Layer]) -> bool:
+    return any(layer.path == path for layer in layers)
+
+
+def _is_base_module(path: str, model: nn.Module) -> bool:
+    """Whether a path is the base model's own, not one inside the wrapper of an adapter."""
+    above = path.split(".")[:-1]
+    return not any(
+        isinstance(model.get_submodule(".".join(above[: i + 1])), BaseTunerLayer) for i in range(len(above))
+    )
+
+
+def _names_inside(layers: list[Layer]) -> list[str]:
+    names = {
+        name for layer in layers for name, m in unwrap(layer.module).named_modules() if name and own_tensor_names(m)
+    }
+    return sorted(names)
+
+
+def _is_quantised(module: nn.Module) -> bool:
+    return isinstance(innermost_tuned(module), DequantisedModule) or is_quantised(bottom(module))
+
+
+def _check_has_values(path: str, module: nn.Module) -> None:
+    """Refuse tensors that cannot be trained, before the model is changed."""
+    for name, parameter in module.named_parameters():
+        if parameter.device.type == "meta":
+            raise ValueError(
+                f"{path}.{name} has no values: it is on the meta device or offloaded, and training it would change "
+                "nothing. Load the model without device_map offloading, or choose other layers."
+            )
+    if inner := [child for child in module.modules() if is_quantised(child)]:
+        raise _quantised(path, inner[0], "narrow the choice")
+
+
+def _check_dequantisable(path: str, module: nn.Module, config: SurgicalConfig) -> list[str]:
+    """The tensors of a quantised module that get a copy; an error if it may or can have none."""
+    if not config.dequantize:
+        raise _quantised(path, module, "set dequantize=True to train copies in full precision, choose other layers")
+    if not can_be_dequantised(module):
+        raise _quantised(path, module, "choose other layers (how to dequantise this module is not known)")
+    return ["weight"] if getattr(module, "bias", None) is None else ["weight", "bias"]
+
+
+def _quantised(path: str, module: nn.Module, way_out: str) -> ValueError:
+    return ValueError(
+        f"{path} is a quantised {type(module).__name__}, and quantised weights cannot be trained in full. Either "
+        f"{way_out} (quantised frozen layers are fine), narrow the choice with target_modules or exclude_modules, or "
+        "leave the chosen layers out of the quantisation (llm_int8_skip_modules)."
+    )
+
+
+register_method("SURGICAL", SurgicalConfig, SurgicalModel, SurgicalModel.prefix)
+load_on_cpu("SURGICAL")
+register_hotswap("SURGICAL", swap_in, SurgicalModel)

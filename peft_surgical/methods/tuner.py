@@ -1,0 +1,298 @@
+"""What the tuners of this package have in common: checks, injection of `TunedModule`, switching, unloading."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from peft.tuners.tuners_utils import (
+    BaseTuner,
+    BaseTunerLayer,
+    check_target_module_exists,
+)
+from peft.utils.integrations import gather_params_ctx
+from torch import nn
+
+from peft_surgical.copies.in_place import TunedOwner
+from peft_surgical.copies.mixed_batch import adapter_names_in_forward
+from peft_surgical.copies.module import TunedModule
+from peft_surgical.copies.select import innermost_tuned, matches_any, original_tensor
+from peft_surgical.copies.ties import note_untied
+from peft_surgical.files.base import (
+    check_base,
+    check_file,
+    describe_base,
+)
+from peft_surgical.methods.adapter_state import live_tensors
+from peft_surgical.methods.combine import add_weighted_adapter
+from peft_surgical.methods.gradient_checkpointing import BackwardStart
+from peft_surgical.methods.heads import apply_label_settings, head_names, head_shapes, label_settings, resize_heads
+from peft_surgical.methods.matching import Matching
+from peft_surgical.methods.merging import delete_adapter, unload
+from peft_surgical.methods.report import TuningReport, tuning_report
+from peft_surgical.methods.saved_state import SavedState
+from peft_surgical.methods.trained_set import frozen_statistics, warn_of_surprises
+from peft_surgical.sharding import check_not_prepared
+
+
+class DeltaTuner(SavedState, BaseTuner):
+    """Base of `SurgicalModel` and `StratifiedModel`: tuners that give modules copies of their own tensors."""
+
+    tuned_module_cls: type[TunedModule] = TunedModule
+    tuned_owner_cls: type[TunedOwner] = TunedOwner
+    target_module_mapping: dict[str, list[str]] = {}
+    _frozen_on_purpose: frozenset[str] = frozenset()
+    _is_trained_set_checked = False
+
+    # ---- before the model is changed
+
+    @abstractmethod
+    def _choose_tensors(self, config: Any, model: nn.Module) -> dict[str, list[str]]:
+        """The tensors that get a copy: their names by the path of the module that owns them."""
+
+    def _prepare_adapter_config(self, peft_config: Any, model_config: dict) -> Any:
+        return peft_config  # no method here has default modules by model type
+
+    def _prepare_model(self, peft_config: Any, model: nn.Module) -> None:
+        """Resolve what the config means on this model, and check what is loaded. Nothing is changed before this."""
+        check_not_prepared(model, "get_peft_model, PeftModel.from_pretrained or load_adapter")
+        if not hasattr(self, "_labels_of_base"):
+            self._labels_of_base = label_settings(model)
+        heads = [*(peft_config.modules_to_save or []), *head_names(model, peft_config.task_type)]
+        peft_config.modules_to_save = list(dict.fromkeys(heads)) or None
+        peft_config._units = self._choose_tensors(peft_config, model)
+        peft_config._shared = {}
+        tensors = self._touched_tensors(peft_config, model)
+        heads = [m for path, m in model.named_modules() if path and matches_any(path, peft_config.modules_to_save)]
+        parameters = [*tensors.values(), *(p for head in heads for p in head.parameters())]
+        self._gathered.enter_context(gather_params_ctx([p for p in parameters if hasattr(p, "ds_id")], None))
+        if peft_config.base is None:
+            peft_config.base = describe_base(model, tensors)
+            if peft_config.labels is None and head_names(model, peft_config.task_type):
+                peft_config.labels = label_settings(model)
+        elif peft_config.check_base:
+            check_base(peft_config.base, model, tensors, peft_config.present_name)
+        if (file := peft_config.weights_file()) is not None:
+            check_file(
+                file,
+                self._expected_tensors(peft_config, model),
+                is_known=self._is_known_tensor(peft_config, model),
+                present_name=peft_config.present_name,
+            )
+
+    def _touched_tensors(self, config: Any, model: nn.Module) -> dict[str, torch.Tensor]:
+        """The base's original values of the tensors that the adapter changes, by name."""
+        return {
+            f"{path}.{name}": original_tensor(model.get_submodule(path), name)
+            for path, names in config._units.items()
+            for name in names
+        }
+
+    def _expected_tensors(self, config: Any, model: nn.Module) -> dict[str, torch.Size]:
+        """The shapes of the copies and of the head in the adapter's file, by name."""
+        container = self.tuned_module_cls.adapter_layer_names[0]
+        shapes = {}
+        for path, names in config._units.items():
+            module = model.get_submodule(path)
+            own = f".{TunedOwner.child_name}" if path in config._owners else ""
+            for name in names:
+                key = f"base_model.model.{path}{own}.{container}.{name.replace('.', '|')}"
+                shapes[key] = original_tensor(module, name).shape
+        of_base = self._labels_of_base.get("num_labels", 0)
+        labels = (config.labels or {}).get("num_labels", of_base), of_base
+        for name, shape in head_shapes(model, config.modules_to_save or [], *labels).items():
+            shapes[f"base_model.model.{name}"] = shape
+        return shapes
+
+    def _is_known_tensor(self, config: Any, model: nn.Module) -> Callable[[str], bool]:
+        """Tells which tensors an adapter's file may hold besides the expected ones."""
+        return self._may_be_saved_along(config, model)
+
+    # ---- changing the model
+
+    @staticmethod
+    def _check_target_module_exists(peft_config: Any, key: str) -> Any:
+        if key in peft_config._units:
+            return True
+        if peft_config.target_modules is None and not peft_config.exclude_modules:
+            return False
+        found = check_target_module_exists(Matching.of(peft_config), key)
+        return found if found is not True and not found else False  # keeps PEFT's marker of an excluded module
+
+    def _create_and_replace(  # type: ignore[override]
+        self,
+        peft_config: Any,
+        adapter_name: str,
+        target: nn.Module,
+        target_name: str,
+        parent: nn.Module,
+        current_key: str,
+        **kwargs: Any,
+    ) -> None:
+        names = peft_config._units.get(current_key)
+        if names is None:
+            raise ValueError(
+                f"The weights have tensors for {current_key!r}, which the adapter's configuration does not choose."
+            )
+        options = {
+            "init_weights": getattr(peft_config, "init_weights", True) is not False,
+            "inference_mode": peft_config.inference_mode,
+            "shared": peft_config._shared,
+        }
+        is_owner = current_key in peft_config._owners
+        tuned: Any = target._modules.get(TunedOwner.child_name) if is_owner else innermost_tuned(target)
+        if tuned is not None:
+            tuned.update_layer(adapter_name, names, **options)
+        elif is_owner:
+            tuned = self.tuned_owner_cls.attach(target, adapter_name, names, **options)
+        elif isinstance(target, BaseTunerLayer):  # another kind of adapter is outside, and stays there
+            inner: Any = target.base_layer  # type: ignore[attr-defined]
+            tuned = self._tuned_module_cls_for(inner)(inner, adapter_name, names, **options)
+            target.base_layer = tuned  # type: ignore[attr-defined]
+        else:
+            tuned = self._tuned_module_cls_for(target)(target, adapter_name, names, **options)
+            setattr(parent, target_name, tuned)
+        # a module that was wrapped just now has the new adapter active, which the tuner may not
+        tuned.tuned[adapter_name].requires_grad_(
+            adapter_name in self.active_adapters and not peft_config.inference_mode
+        )
+        tuned._active_adapter = list(self.active_adapters)
+
+    def _tuned_module_cls_for(self, module: nn.Module) -> type[TunedModule]:
+        return self.tuned_module_cls
+
+    def inject_adapter(self, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
+        if hasattr(nn.ModuleDict(), adapter_name) or "." in adapter_name:
+            raise ValueError(f"An adapter cannot be called {adapter_name!r}: PyTorch uses that name. Choose another.")
+        frozen, present = self._frozen_on_purpose, {id(module) for module in model.modules()}
+        with ExitStack() as self._gathered:  # under ZeRO-3 a model may be born sharded
+            super().inject_adapter(model, adapter_name, *args, **kwargs)
+        # new modules take the mode of their model, so that an eval() model stays one with dropout in an adapter
+        for module in [self, *(module for module in model.modules() if id(module) not in present)]:
+            module.training = model.training
+        note_untied(model)
+        config: Any = self.peft_config[adapter_name]
+        self._frozen_on_purpose = frozen  # PEFT gives back the flags that it set meanwhile
+        config._shared = {}
+        if config.labels and self._labels_of_base:
+            resize_heads(model, adapter_name, config.labels["num_labels"], self._labels_of_base["num_labels"])
+        # sharding, which comes later, hides the shapes
+        config._shapes = {
+            self._remove_adapter_name_from_key(name, adapter_name): tensor.shape
+            for name, tensor in live_tensors(model, adapter_name).items()
+        }
+        self._sync_labels()
+
+    def _check_target_module_compatiblity(self, peft_config: Any, model: nn.Module, target_name: str) -> None:
+        """PEFT's warning is about LoRA on Mamba's projections; copies of whole tensors have no such limit."""
+
+    # ---- switching, disabling, deleting
+
+    def set_adapter(self, adapter_name: str | list[str], inference_mode: bool = False) -> None:
+        super().set_adapter(adapter_name, inference_mode=inference_mode)
+        self._note_frozen(self.active_adapters, inference_mode)
+        self._sync_labels()
+
+    def set_requires_grad(self, adapter_names: str | Sequence[str], requires_grad: bool = True) -> None:
+        super().set_requires_grad(adapter_names, requires_grad)
+        self._note_frozen([adapter_names] if isinstance(adapter_names, str) else adapter_names, not requires_grad)
+
+    def _note_frozen(self, adapter_names: Sequence[str], frozen: bool) -> None:
+        change = self._frozen_on_purpose.union if frozen else self._frozen_on_purpose.difference
+        self._frozen_on_purpose = change(adapter_names)
+        self._is_trained_set_checked = False
+
+    def _enable_adapter_layers(self, enabled: bool = True) -> None:
+        super()._enable_adapter_layers(enabled)
+        self._sync_labels(enabled)
+
+    def _sync_labels(self, enabled: bool = True) -> None:
+        """Let the model's config tell of the labels of the active adapter, or of the base's own."""
+        settings = self._labels_of_base
+        if enabled:
+            for name in self.active_adapters:
+                settings = getattr(self.peft_config.get(name), "labels", None) or settings
+        apply_label_settings(self.model, settings)
+
+    def delete_adapter(self, adapter_name: str) -> None:
+        """Delete an adapter. If it was the active one, the oldest remaining adapter becomes active on all modules."""
+        delete_adapter(self, adapter_name)
+
+    def train(self, mode: bool = True):
+        """As in `nn.Module`, except that running statistics of frozen modules do not move in training."""
+        super().train(mode)
+        if mode:
+            for module in frozen_statistics(self.model):
+                module.eval()
+        return self
+
+    @contextmanager
+    def _enable_peft_forward_hooks(self, *args: Any, **kwargs: Any) -> Iterator[None]:
+        """Called by PEFT around forward and generate; serves batches whose rows belong to different adapters."""
+        if self.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            self._before_training()
+        names = kwargs.get("adapter_names")
+        if names is None:
+            yield
+            return
+        beams = kwargs.get("num_beams") or 1
+        with adapter_names_in_forward(self, names, [*args, *kwargs.values()], beams):
+            yield
+
+    def _before_training(self) -> None:
+        if "_backward_start" not in self.__dict__:
+            self._backward_start = BackwardStart()
+        if not self._is_trained_set_checked:
+            self._is_trained_set_checked = True
+            warn_of_surprises(self, self._frozen_on_purpose)
+            self._backward_start.look_again()
+        self._backward_start.update(self.model)
+
+    def add_weighted_adapter(
+        self,
+        adapters: Sequence[str],
+        weights: Sequence[float],
+        adapter_name: str,
+        combination_type: str = "linear",
+        density: float | None = None,
+        majority_sign_method: str = "total",
+    ) -> None:
+        """Add an adapter that combines others. It is not active at first.
+
+        Args:
+            adapters: The adapters to combine.
+            weights: Their weights, which may be negative. Weights 1 and 0 give the first adapter's values.
+            adapter_name: The name of the new adapter.
+            combination_type: `"linear"` is the base plus the sum of weight times difference to the base. `"ties"`,
+                `"dare_linear"`, `"dare_ties"` and `"magnitude_prune"` prune the differences of each tensor first, as
+                PEFT does.
+            density: The share of values that pruning keeps, above 0 and at most 1.
+            majority_sign_method: For `"ties"`, `"total"` or `"frequency"`, see PEFT.
+
+        Raises:
+            ValueError: Unknown adapters or options, heads of different sizes, or choices of modules that no one
+                configuration can express together.
+        """
+        add_weighted_adapter(self, adapters, weights, adapter_name, combination_type, density, majority_sign_method)
+
+    @abstractmethod
+    def _unite_choice(self, united: Any, configs: Sequence[Any]) -> None:
+        """Make a config choose what any of several configs chooses."""
+
+    def tuning_report(self) -> TuningReport:
+        """What is trained at present, layer by layer, and how far down the backward pass goes."""
+        return tuning_report(self.model)
+
+    # ---- unloading
+
+    def _unload_and_optionally_merge(
+        self,
+        merge: bool = True,
+        progressbar: bool = False,
+        safe_merge: bool = False,
+        adapter_names: list[str] | None = None,
+    ) -> Any:
+        return unload(self, merge, progressbar, safe_merge, adapter_names)

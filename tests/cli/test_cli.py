@@ -1,0 +1,200 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from datasets import Dataset
+from tiny_task import make_rows, save_base, save_data
+from typer.testing import CliRunner
+
+from peft_surgical import LayerRanking
+from peft_surgical.cli import app
+from peft_surgical.cli.options import parse_layers
+from peft_surgical.training import TrainingJob, TrainingRun
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> str:
+    return str(save_base(tmp_path_factory.mktemp("base")))
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> str:
+    return str(save_data(tmp_path_factory.mktemp("data")))
+
+
+@pytest.fixture
+def run(monkeypatch):
+    """Run a command; on success its words, on failure the exit code and the words."""
+    monkeypatch.setenv("COLUMNS", "120")
+
+    def call(*arguments: object, code: int = 0) -> str:
+        result = CliRunner().invoke(app, [str(a) for a in arguments])
+        assert result.exit_code == code, result.output + repr(result.exception)
+        return result.output
+
+    return call
+
+
+@pytest.fixture
+def out(tmp_path) -> Path:
+    return tmp_path / "out"
+
+
+def flat(text: str) -> str:
+    return " ".join(text.split())
+
+
+def test_help_names_the_commands_and_their_defaults(run):
+    words = run("--help")
+    for command in ("rank", "train", "evaluate", "demo"):
+        assert command in words
+    words = flat(run("train", "--help").replace("│", " "))
+    assert "Default by method: surgical 5e-05, last 5e-05, full 2e-05, head 0.001, spafit 6e-05, lora 0.0004" in words
+    for option, default in (
+        ("--epochs", "10"),
+        ("--batch-size", "16"),
+        ("--weight-decay", "0.01"),
+        ("--samples", "100"),
+    ):
+        assert f"[default: {default}]" in words.split(option, 1)[1][:200], option
+
+
+def test_the_module_runs_as_a_program():
+    done = subprocess.run(
+        [sys.executable, "-m", "peft_surgical.cli", "rank", "--help"], capture_output=True, text=True, check=True
+    )
+    assert "Rank a model's layers" in done.stdout
+
+
+def test_rank_shows_saves_and_plots(run, base, data, tmp_path):
+    words = run("rank", "--model", base, "--data", data, "--samples", 12, "--output", tmp_path / "r.json",
+                "--plot", tmp_path / "r.png", "--head-seeds", 2)  # fmt: skip
+    ranking = LayerRanking.load(tmp_path / "r.json")
+    assert str(ranking) in words
+    assert ranking.record["num_samples"] == 12
+    assert ranking.record["head_seeds"] == 2
+    assert (tmp_path / "r.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_rank_train_and_evaluate_go_together(run, base, data, out, tmp_path):
+    run("rank", "--model", base, "--data", data, "--samples", 12, "--output", tmp_path / "r.json", "-q")
+    words = run("train", "--model", base, "--data", data, "--ranking", tmp_path / "r.json", "--top-k", 2,
+                "--epochs", 1, "--lr", 0.01, "--output", out)  # fmt: skip
+    best = LayerRanking.load(tmp_path / "r.json").top(2)
+    assert f"encoder {', '.join(map(str, sorted(best)))}" in words
+    assert "54 rows of the train split" in words
+    assert "6 rows: 10% of the training rows, held out" in words
+    results = json.loads((out / "metrics.json").read_text())
+    words = run("evaluate", out, "--output", tmp_path / "m.json", "--predictions", tmp_path / "p.csv")
+    assert f"{results['evaluation']['accuracy']:.4f}" in words
+    assert json.loads((tmp_path / "m.json").read_text())["f1"] == results["evaluation"]["f1"]
+    assert len(Dataset.from_csv(str(tmp_path / "p.csv"))) == 30
+
+
+@pytest.mark.parametrize("ending", ["csv", "jsonl", "parquet"])
+def test_predictions_are_written_in_the_format_named(run, base, data, out, tmp_path, ending):
+    run("train", "--model", base, "--data", data, "--method", "head", "--max-steps", 1, "--output", out, "-q")
+    file = tmp_path / f"p.{ending}"
+    run("evaluate", out, "--predictions", file)
+    read = {"csv": Dataset.from_csv, "jsonl": Dataset.from_json, "parquet": Dataset.from_parquet}[ending]
+    assert read(str(file)).column_names == ["text", "label", "prediction"]
+
+
+def test_every_option_of_a_job_reaches_the_job(run, base, data, out):
+    given = {
+        "method": "surgical", "layers": "1,-1", "stack": "encoder", "epochs": 1.0, "max_steps": 1, "batch_size": 4,
+        "gradient_accumulation": 2, "learning_rate": 0.003, "weight_decay": 0.2, "warmup": 0.3, "max_grad_norm": 2.0,
+        "max_length": 12, "max_train_samples": 20, "seed": 5, "eval_split": "validation", "select_on": "held-out",
+        "held_out": 0.25, "metric": "matthews", "label_column": "label", "task": "classification", "samples": 7,
+        "score": "fisher", "fisher_labels": "exact", "aggregation": "trace", "head_seeds": 2, "dtype": "float32",
+        "encoding": "latin-1",
+    }  # fmt: skip
+    options = [part for name, value in given.items() for part in (f"--{name.replace('_', '-')}", value)]
+    run("train", "--model", base, "--data", data, "--output", out, "--text-column", "text", "--keep-checkpoints",
+        "--gradient-checkpointing", *options)  # fmt: skip
+    expected = {**given, "layers": (1, -1), "text_columns": ("text",)}
+    job = TrainingJob.load(out)
+    assert {name: getattr(job, name) for name in expected} == expected
+    assert job.keep_checkpoints
+    assert job.gradient_checkpointing
+    assert (out / "checkpoints").exists()
+
+
+def test_quiet_says_nothing(run, base, data, out):
+    words = run("train", "--model", base, "--data", data, "--output", out, "--top-k", 1, "--samples", 8,
+                "--max-steps", 1, "--quiet")  # fmt: skip
+    assert words == ""
+
+
+def test_nothing_of_other_libraries_is_shown(run, base, data, out):
+    words = run("train", "--model", base, "--data", data, "--output", out, "--method", "head", "--max-steps", 1)
+    for chatter in ("Loading weights", "LOAD REPORT", "examples/s", "Warning", "{'loss'"):
+        assert chatter not in words
+
+
+def test_warnings_of_the_package_are_shown(run, base, out, tmp_path):
+    rows = make_rows(40, 1)
+    rows = rows.map(lambda row, i: {"text": "" if i == 3 else row["text"]}, with_indices=True)
+    rows.to_parquet(str(tmp_path / "train.parquet"))
+    words = run("train", "--model", base, "--data", tmp_path / "train.parquet", "--output", out, "--method", "head",
+                "--max-steps", 1)  # fmt: skip
+    assert "1 of 40 rows of 'train' have an empty text" in flat(words)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--data", "nowhere.csv"], "no such file or folder"),
+        (["--model", "./nowhere"], "no tokenizer could be loaded"),
+        (["--method", "magic"], "allowed are surgical, last, full, head, spafit, lora"),
+        (["--layers", "9"], "layers 0 to 3"),
+        (["--top-k", "9"], "encoder has 4 layers; allowed are 1 to 4"),
+        (["--score", "magic"], "magic"),
+        (["--text-column", "nope"], "no such column; the columns are ['text', 'label']"),
+        (["--method", "head", "--top-k", "1"], "--top-k has no meaning with --method head"),
+    ],
+)
+def test_mistakes_are_told_in_words(run, base, data, out, options, message):
+    defaults = {"--model": base, "--data": data, "--output": out, "--samples": 8, "--max-steps": 1}
+    given = [part for name, value in defaults.items() if name not in options for part in (name, value)]
+    words = flat(run("train", *given, *options, code=2))
+    assert message in words
+    assert words.startswith("Error:") or "Error:" in words
+    assert "Traceback" not in words
+
+
+def test_a_missing_option_is_named(run, base):
+    assert "--data" in run("train", "--model", base, "--output", "o", code=2)
+
+
+def test_predictions_to_an_unknown_format_are_refused_before_anything_is_computed(run, tmp_path):
+    words = run("evaluate", tmp_path / "nowhere", "--predictions", "p.xlsx", code=2)
+    assert "allowed are files ending in .csv, .jsonl, .parquet" in flat(words)
+
+
+def test_resume_takes_the_options_of_the_run_that_stopped(run, base, data, out):
+    TrainingRun(TrainingJob(model=base, data=data, output=str(out), method="last", epochs=3, learning_rate=0.01))
+    given = ("--model", base, "--data", data, "--output", out, "--resume")
+    words = run("train", *given, "--epochs", 4, code=2)
+    assert "epochs was 3 when the run" in flat(words)
+    run("train", *given)
+    job = TrainingJob.load(out)
+    assert (job.method, job.epochs) == ("last", 3)
+    assert (out / "metrics.json").exists()
+
+
+def test_resume_without_anything_to_resume_starts(run, base, data, out):
+    run("train", "--model", base, "--data", data, "--output", out, "--method", "head", "--max-steps", 1, "--resume")
+    assert (out / "metrics.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "layers"),
+    [("3,5,-1", (3, 5, -1)), ("2", (2,)), ("last:25%", "last:25%"), ("0-2, 5", ("0-2", 5)), (None, None)],
+)
+def test_layers_are_read_as_written(text, layers):
+    assert parse_layers(text) == layers

