@@ -1,0 +1,105 @@
+"""What a tensor of an adapter is called: in its file, in a model, and in the base.
+
+A file calls the copy of `dense.weight` in `bert.pooler` that a wrapper around `bert.pooler` holds
+
+    base_model.model.bert.pooler.surgical_params.dense|weight
+    PREFIX           path        container       tensor, dots as bars (a key of a module may not contain dots)
+
+In a model the adapter's name follows the container's. The copies of tensors that a layer owns itself lie in a child of
+the layer, `path.own_tensors.container`. What engines, compilation and other adapters wrap around modules
+(`_fsdp_wrapped_module`, `_orig_mod`, `base_layer`) shows in the names of a model and never in those of a file.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+
+PREFIX = "base_model.model."  # of all names in the file of an adapter of PEFT
+OWN_TENSORS = "own_tensors"
+SURGICAL, STRATIFIED = "surgical_params", "lora_tuned"  # the containers of copies, by method
+CONTAINERS = (SURGICAL, STRATIFIED)
+
+WRAPPERS = ("_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module")
+_WRAPPER = re.compile(rf"(?:(?<=\.)|^)(?:{'|'.join(WRAPPERS)})(?:\.|$)")
+_COPY = re.compile(
+    rf"(?P<path>.+?)(?P<in_place>\.{OWN_TENSORS})?\.(?P<container>{'|'.join(CONTAINERS)})\.(?P<tensor>[^.]+)"
+)
+
+
+@dataclass(frozen=True)
+class CopyName:
+    """The name of an adapter's copy of one tensor of the base.
+
+    Args:
+        path: The path in the base of the module that is tuned.
+        tensor: The tensor's name in that module, e.g. `weight` or `dense.weight`.
+        container: What holds the copies, by method: one of `CONTAINERS`.
+        in_place: Whether the module is a layer that keeps its place, and holds the copies in a child.
+
+    Example:
+
+        >>> name = CopyName("bert.pooler", "dense.weight")
+        >>> name.in_file
+        'base_model.model.bert.pooler.surgical_params.dense|weight'
+        >>> name.in_base
+        'bert.pooler.dense.weight'
+    """
+
+    path: str
+    tensor: str
+    container: str = SURGICAL
+    in_place: bool = False
+
+    @property
+    def in_base(self) -> str:
+        """The name in the base of the tensor that this is a copy of."""
+        return f"{self.path}.{self.tensor}"
+
+    @property
+    def in_file(self) -> str:
+        """The key in the adapter's file, if the copy is written as it is."""
+        own = f".{OWN_TENSORS}" if self.in_place else ""
+        return f"{PREFIX}{self.path}{own}.{self.container}.{as_attribute(self.tensor)}"
+
+    @classmethod
+    def parse(cls, key: str) -> CopyName | None:
+        """The name behind a key in an adapter's file; None if that is not the key of a copy (heads, LoRA).
+
+        Example:
+
+            >>> CopyName.parse("base_model.model.h.0.own_tensors.lora_tuned.scale").in_base
+            'h.0.scale'
+        """
+        if (match := _COPY.fullmatch(key.removeprefix(PREFIX))) is None:
+            return None
+        tensor = match["tensor"].replace("|", ".")
+        return cls(match["path"], tensor, match["container"], in_place=match["in_place"] is not None)
+
+
+def as_attribute(tensor: str) -> str:
+    """A tensor's name as a key of a module, which may not contain dots."""
+    return tensor.replace(".", "|")
+
+
+def without_wrappers(name: str) -> str:
+    """A name in a model without what engines and compilation wrap around modules.
+
+    Example:
+
+        >>> without_wrappers("layer.0._orig_mod.dense._fsdp_wrapped_module.weight")
+        'layer.0.dense.weight'
+    """
+    return _WRAPPER.sub("", name).removesuffix(".")
+
+
+def base_path(path: str) -> str:
+    """The path in the base of a module inside the wrappers of adapters, or of the layer that a `TunedInPlace` tunes."""
+    parts = without_wrappers(path).removeprefix(PREFIX).split(".")
+    return ".".join(part for part in parts if part not in ("base_layer", OWN_TENSORS))
+
+
+def without_adapter_wrappers(name: str) -> str:
+    """A name in a model without the wrapper of another adapter's LoRA, which must not show in a file."""
+    return without_wrappers(name).replace(".base_layer.", ".")
