@@ -5,20 +5,20 @@ from __future__ import annotations
 import math
 import operator
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
-
-
-if TYPE_CHECKING:
-    from peft_surgical.layers import Stack
+from collections.abc import Iterable, Mapping, Sequence, Sized
+from typing import Any
 
 
 LayerSpec = str | Sequence[int | str] | Mapping[str, "str | Sequence[int | str]"]
 """What a user may write for layers, see `resolve_layers`."""
 
 
-def layer_indices(spec: str | Sequence[int | str], stack: Stack) -> list[int]:
+def layer_indices(spec: str | Sequence[int | str], stack: Sized) -> list[int]:
     """The indices in one stack that a specification means, ascending.
+
+    Args:
+        spec: What the user wrote.
+        stack: The stack; its length is the number of layers, its text is shown in errors.
 
     Raises:
         ValueError: See `resolve_layers`.
@@ -56,7 +56,7 @@ _COUNT = re.compile(r"(first|last):(\d+(?:\.\d+)?)(%?)")
 _RANGE = re.compile(r"(\d+)-(\d*)")
 
 
-def _parse(text: str, stack: Stack) -> range:
+def _parse(text: str, stack: Sized) -> range:
     depth = len(stack)
     text = text.strip()
     if text == "all":
@@ -80,7 +80,7 @@ def _parse(text: str, stack: Stack) -> range:
     raise ValueError(f"layers={text!r} is not understood; allowed are {_FORMS}.")
 
 
-def _in_range(index: object, stack: Stack, spec: object) -> int:
+def _in_range(index: object, stack: Sized, spec: object) -> int:
     # numpy and torch integers are indices too; a truth value is one for Python, but is never meant as a layer
     try:
         if isinstance(index, bool):

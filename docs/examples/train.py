@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from peft_surgical import StratifiedConfig, SurgicalConfig, rank_layers
-from peft_surgical.sharding import shard_by_layer
+from peft_surgical.distributed import shard_by_layer
 from peft_surgical.training.processes import this_process
 
 

@@ -11,6 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from peft_surgical.distributed import gather, on_all_ranks
 from peft_surgical.fisher.batches import Batch
 from peft_surgical.fisher.engines import Engine, HookEngine, LoopEngine
 from peft_surgical.fisher.input_store import KEEP
@@ -21,7 +22,6 @@ from peft_surgical.fisher.memory import free_bytes
 from peft_surgical.fisher.model_state import untouched
 from peft_surgical.fisher.sums import TensorFisher
 from peft_surgical.layers import Layer, unwrap
-from peft_surgical.processes import do_everywhere, gather
 
 
 logger = logging.getLogger(__name__)
@@ -95,14 +95,14 @@ def layer_fisher(
     _check_data(task)
     with untouched(task.model, seed):
         job = _make_engine(task, list(batches), engine, keep_inputs)
-        do_everywhere(partial(job.run, progress or Progress()))
+        on_all_ranks(partial(job.run, progress or Progress()))
         samples, counts = job.log.gathered()
         if not samples:
             raise ValueError("There are no samples. Give data that are not empty.")
         if not any(gather(job.heard)):
             raise ValueError(NO_GRADIENT)
         found = list(job.results(float(counts.sum())))
-        do_everywhere(job.check)
+        on_all_ranks(job.check)
     _check_results(task, found)
     return FisherMeasurement(found, samples, counts, job.name)
 

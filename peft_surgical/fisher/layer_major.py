@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from peft_surgical.distributed import on_all_ranks
 from peft_surgical.fisher.batches import Batch
 from peft_surgical.fisher.engines import Engine, PaddingLengths, UnitsOnce, all_finite, not_finite_error
 from peft_surgical.fisher.entries import Generators
@@ -30,7 +31,6 @@ from peft_surgical.fisher.measure import FisherSums, FisherTask, Progress, check
 from peft_surgical.fisher.plain import NotPlain, checking_plain, tokens_of
 from peft_surgical.fisher.sums import TensorFisher
 from peft_surgical.fisher.units import CannotTellSamplesApart, Unit
-from peft_surgical.processes import do_everywhere
 
 
 logger = logging.getLogger(__name__)
@@ -102,7 +102,7 @@ class LayerMajorEngine(Engine):
         found = {}
         for number in reversed(range(len(self.task.layers))):
             sums = FisherSums(self.task, [self.parameters[number]], self.generators)
-            do_everywhere(partial(self._differentiate, number, sums))
+            on_all_ranks(partial(self._differentiate, number, sums))
             (found[number],) = sums.results(count)
         return [found[number] for number in range(len(self.task.layers))]
 

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from peft_surgical.distributed import gather
 from peft_surgical.fisher.batches import LABELS, Batch, forward_names
 from peft_surgical.fisher.entries import EntryKeeper, Generators
 from peft_surgical.fisher.log_likelihood import Objective, Rows
 from peft_surgical.fisher.owners import layer_parameters
 from peft_surgical.fisher.sums import DiagonalSum, LayerZeros, NormSum, TensorFisher, reduce_diagonals, reduce_norms
 from peft_surgical.layers import Layer
-from peft_surgical.processes import gather
 
 
 NO_GRADIENT = (

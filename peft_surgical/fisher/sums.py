@@ -14,11 +14,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from peft_surgical.distributed import all_reduce, gather, world_size
 from peft_surgical.fisher.entries import WHOLE_VECTOR, EntryKeeper, KeptEntries, estimate_products
 from peft_surgical.fisher.kernel import sum_type
 from peft_surgical.fisher.pending_squares import PendingSquares
 from peft_surgical.fisher.sample_gradients import DenseGradients, SampleGradients
-from peft_surgical.processes import add_up, count_processes, gather
 
 
 class TensorFisher(NamedTuple):
@@ -123,7 +123,7 @@ def reduce_diagonals(pairs: Sequence[tuple[nn.Parameter, DiagonalSum]], count: f
 
 def _totals(pairs: Sequence[tuple[nn.Parameter, DiagonalSum]]) -> list[Tensor | None]:
     """The sums over processes, None where no process has got a gradient. They are written to those of this process."""
-    if count_processes() == 1:
+    if world_size() == 1:
         return [s.sum for _, s in pairs]
     mine = [None if s.sum is None else (tuple(s.sum.shape), s.sum.dtype) for _, s in pairs]
     for (parameter, total), kinds in zip(pairs, zip(*gather(mine), strict=True), strict=True):
@@ -131,7 +131,7 @@ def _totals(pairs: Sequence[tuple[nn.Parameter, DiagonalSum]]) -> list[Tensor | 
         if total.sum is None and known is not None:
             device = torch.device("cpu") if parameter.is_meta else parameter.device
             total.sum = torch.zeros(known[0], dtype=known[1], device=device)
-    return [None if s.sum is None else add_up(s.sum) for _, s in pairs]
+    return [None if s.sum is None else all_reduce(s.sum) for _, s in pairs]
 
 
 def _shares(sums: Sequence[DiagonalSum], totals: Sequence[Tensor | None], norms: Sequence[float]) -> Tensor:

@@ -10,11 +10,10 @@ import torch
 from peft.tuners.tuners_utils import BaseTuner
 from torch import nn
 
+from peft_surgical.distributed import rank, whole_weights
 from peft_surgical.files.base import check_gathered, check_tensors, sharded
 from peft_surgical.files.encoded_state import decode_state, encode_state, is_encoded
 from peft_surgical.methods.adapter_state import as_live, embedding_tensors, live_tensors, prefix_of_peft_model
-from peft_surgical.processes import process_number
-from peft_surgical.sharding import whole_weights
 
 
 class SavedState(BaseTuner):
@@ -36,7 +35,7 @@ class SavedState(BaseTuner):
         heads = {name: tensor for name, tensor in state_dict.items() if name in expected}
         present = {name: tensor for name, tensor in {**found, **heads}.items() if name in expected}
         shapes = {name: torch.Size(tensor.shape) for name, tensor in present.items()}
-        if process_number() and (shapes != expected or sharded(present)):
+        if rank() and (shapes != expected or sharded(present)):
             # the first process has the gathered weights and writes them; what stands for them here cannot be written
             live = live_tensors(model, adapter_name)
             wanted = cls._wanted_shapes(config, adapter_name, live)

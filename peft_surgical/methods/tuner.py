@@ -21,6 +21,7 @@ from peft_surgical.copies.mixed_batch import adapter_names_in_forward
 from peft_surgical.copies.module import TunedModule
 from peft_surgical.copies.select import innermost_tuned, matches_any, original_tensor
 from peft_surgical.copies.ties import note_untied
+from peft_surgical.distributed import check_not_prepared
 from peft_surgical.files.base import (
     check_base,
     check_file,
@@ -35,7 +36,6 @@ from peft_surgical.methods.merging import delete_adapter, unload
 from peft_surgical.methods.report import TuningReport, tuning_report
 from peft_surgical.methods.saved_state import SavedState
 from peft_surgical.methods.trained_set import frozen_statistics, warn_of_surprises
-from peft_surgical.sharding import check_not_prepared
 
 
 class DeltaTuner(SavedState, BaseTuner):

@@ -12,18 +12,17 @@ import transformers
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
+from peft_surgical.distributed import check_not_prepared, check_same_weights, gather, rank, world_size
 from peft_surgical.fisher.batches import Batch, draw_batches
 from peft_surgical.fisher.log_likelihood import make_objective
 from peft_surgical.fisher.measure import Progress
 from peft_surgical.fisher.model_state import same_random_numbers
 from peft_surgical.layers import Stack, choose_stack, unwrap
-from peft_surgical.processes import count_processes, gather, process_number
 from peft_surgical.ranking.aggregation import AGGREGATIONS, LayerScores
 from peft_surgical.ranking.heads import redrawn_head
 from peft_surgical.ranking.ranking import LayerRanking
 from peft_surgical.ranking.scores import Score, ScoreRequest, find_score
 from peft_surgical.ranking.uncertainty import Uncertainty, estimate_uncertainty, kendall_tau
-from peft_surgical.sharding import check_not_prepared, check_same_weights
 
 
 def rank_layers(
@@ -108,7 +107,7 @@ def rank_layers(
         objective = make_objective(
             base, labels=labels, unit=unit, draws=draws, seed=seed, log_likelihood=log_likelihood
         )
-        share = (process_number(), count_processes())
+        share = (rank(), world_size())
         drawn = draw_batches(
             data,
             base,
@@ -131,7 +130,7 @@ def rank_layers(
 def _score(request: ScoreRequest, score: Score, head_seeds: int, progress: bool) -> Iterator[LayerScores]:
     if head_seeds < 0 or (head_seeds and not score.needs_data):
         raise ValueError(f"head_seeds={head_seeds!r}; allowed are integers from 0 on, for scores that look at data.")
-    with _Bar(progress and process_number() == 0) as bar:
+    with _Bar(progress and rank() == 0) as bar:
         request = replace(request, progress=bar)
         if not head_seeds:
             yield score.function(request)

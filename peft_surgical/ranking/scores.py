@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from peft_surgical.distributed import all_reduce, gather
 from peft_surgical.fisher.batches import Batch
 from peft_surgical.fisher.diagonal import layer_fisher
 from peft_surgical.fisher.log_likelihood import Objective
@@ -15,7 +16,6 @@ from peft_surgical.fisher.measure import FisherTask, Progress, Runner, check_val
 from peft_surgical.fisher.model_state import untouched
 from peft_surgical.fisher.owners import layer_parameters
 from peft_surgical.layers import Layer
-from peft_surgical.processes import add_up, gather
 from peft_surgical.ranking.aggregation import LayerScores, aggregate
 
 
@@ -244,8 +244,8 @@ def _mean_gradient_norms(request: ScoreRequest) -> list[tuple[float, float]]:
                     t += g
             divisor += counts.sum().cpu()
             request.progress.advance(len(batch))
-    count = float(add_up(divisor))
-    sums = iter([add_up(t) / count for t in total])
+    count = float(all_reduce(divisor))
+    sums = iter([all_reduce(t) / count for t in total])
     return [(_norm([next(sums) for _ in group]), _norm([p.detach() for p in group.values()])) for group in groups]
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import PrinterCallback, Trainer, TrainingArguments
 
-from peft_surgical.sharding import shard_by_layer
+from peft_surgical.distributed import shard_by_layer
 from peft_surgical.training.folder import CHECKPOINTS
 from peft_surgical.training.job import TrainingJob
 from peft_surgical.training.metrics import compute_metrics

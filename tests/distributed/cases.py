@@ -15,8 +15,8 @@ from torch import nn
 from transformers import BeitConfig, BeitForImageClassification, Trainer, TrainerCallback, TrainingArguments
 
 from peft_surgical import StratifiedConfig, SurgicalConfig
+from peft_surgical.distributed import shard_by_layer
 from peft_surgical.methods.parameter_groups import parameter_groups
-from peft_surgical.sharding import shard_by_layer
 
 
 STEPS, ROWS = 3, 4

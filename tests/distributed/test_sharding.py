@@ -12,7 +12,7 @@ from peft import LoraConfig, get_peft_model
 from tiny_models import build
 
 from distributed.launch import skip_if_missing
-from peft_surgical.sharding import shard_by_layer
+from peft_surgical.distributed import shard_by_layer
 
 
 def shard(model, *, version: int = 1, **options) -> FullyShardedDataParallelPlugin:

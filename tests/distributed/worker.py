@@ -35,7 +35,7 @@ from distributed.cases import (
     train,
 )
 from peft_surgical import SurgicalConfig, rank_layers
-from peft_surgical.sharding import shard_by_layer
+from peft_surgical.distributed import shard_by_layer
 
 
 class Worker:

@@ -1,17 +1,20 @@
-"""What a model has to be like before and after the engines of distributed training take it over."""
+"""The processes of a distributed run, and what a model has to be like before and after their engine takes it over."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
-from torch import nn
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from peft_surgical.layers import find_stacks, unwrap
-from peft_surgical.methods.config import DeltaConfig
-from peft_surgical.processes import count_processes, gather
 
+
+T = TypeVar("T")
 
 _ENGINES = {  # by the class that the engine gives a module, or wraps it in
     "DistributedDataParallel": "DDP",
@@ -19,6 +22,68 @@ _ENGINES = {  # by the class that the engine gives a module, or wraps it in
     "FullyShardedDataParallel": "FSDP1",
     "DeepSpeedEngine": "DeepSpeed",
 }
+
+
+# ---- processes. torch's own group and not accelerate's state: whoever starts a group by hand has no such state
+
+
+def world_size() -> int:
+    """The number of processes."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def rank() -> int:
+    """The number of this process, from 0."""
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+def gather(value: T) -> list[T]:
+    """What each process has, in their order. For small things."""
+    if world_size() == 1:
+        return [value]
+    values: list[Any] = [None] * world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def all_reduce(tensor: Tensor) -> Tensor:
+    """The sum over processes, written to the tensor itself."""
+    if world_size() > 1:
+        if dist.get_backend() == "nccl" and not tensor.is_cuda:
+            tensor.copy_(all_reduce(tensor.to(torch.device("cuda", torch.cuda.current_device()))))
+        else:
+            dist.all_reduce(tensor)
+    return tensor
+
+
+def on_all_ranks(action: Callable[[], object]) -> None:
+    """Do something; what it raises in one process is raised on all of them, see `raise_on_all_ranks`."""
+    error = None
+    try:
+        action()
+    except Exception as caught:  # noqa: BLE001  the other processes must hear of it
+        error = caught
+    raise_on_all_ranks(error)
+
+
+def raise_on_all_ranks(error: Exception | None) -> None:
+    """Raise the error of any process on all of them, so that none waits for one that has given up.
+
+    Args:
+        error: What went wrong in this process, or None.
+
+    Raises:
+        Exception: The error of this process; in the others a `RuntimeError` that says what it was.
+    """
+    messages = gather(None if error is None else f"{type(error).__name__}: {error}")
+    if error is not None:
+        raise error
+    for number, message in enumerate(messages):
+        if message is not None:
+            raise RuntimeError(f"Process {number} failed. {message}")
+
+
+# ---- engines
 
 
 def engine_of(model: nn.Module) -> str | None:
@@ -70,7 +135,7 @@ def check_same_weights(model: nn.Module) -> None:
             "ZeRO-3 sharded the model when it was made, and its layers are ranked by whole weights. Load the model "
             "before TrainingArguments are made, and with zero3_init_flag: false; or rank in a run of its own."
         )
-    if count_processes() == 1:
+    if world_size() == 1:
         return
     present = {name: p for name, p in model.named_parameters() if p.numel() and not p.is_meta}
     values = gather({name: p.detach().flatten()[-1].item() for name, p in present.items()})
@@ -153,7 +218,7 @@ def _check_dtypes(model: nn.Module, units: list[nn.Module]) -> None:
 def _check_saved_whole(model: nn.Module) -> None:
     """Refuse adapters that could not be saved under FSDP1, where a tensor's name is not the path of its module."""
     for name, config in getattr(model, "peft_config", {}).items():
-        if not isinstance(config, DeltaConfig):
+        if not hasattr(config, "format_version"):  # only the configs of this package have it
             raise ValueError(
                 f"Adapter {name!r} is a {type(config).__name__} of PEFT's own, which saves files without its tensors "
                 "under FSDP1. Use FSDP2 (fsdp_version: 2), or, for LoRA, StratifiedConfig(target_modules=[...])."
