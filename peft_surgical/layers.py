@@ -201,8 +201,13 @@ def _named(model: nn.Module, stacks: Mapping[str, Stack], name: str) -> Stack:
 
 
 def _make_stack(name: str, path: str, modules: nn.ModuleList | nn.Sequential) -> Stack:
-    children = enumerate(modules.named_children())
-    return Stack(name, path, tuple(Layer(name, i, _join(path, child), module) for i, (child, module) in children))
+    layers = []
+    for index, (child, module) in enumerate(modules.named_children()):
+        place = _join(path, child)
+        while isinstance(module._modules.get("_orig_mod"), nn.Module):  # a layer that was compiled by itself
+            place, module = f"{place}._orig_mod", module.get_submodule("_orig_mod")
+        layers.append(Layer(name, index, place, module))
+    return Stack(name, path, tuple(layers))
 
 
 def _outermost_lists(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.ModuleList | nn.Sequential]]:

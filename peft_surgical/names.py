@@ -23,6 +23,7 @@ CONTAINERS = (SURGICAL, STRATIFIED)
 
 WRAPPERS = ("_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module")
 _WRAPPER = re.compile(rf"(?:(?<=\.)|^)(?:{'|'.join(WRAPPERS)})(?:\.|$)")
+_WRAPPED_COPY = re.compile(rf"\.base_layer\.({'|'.join(CONTAINERS)})\.")
 _COPY = re.compile(
     rf"(?P<path>.+?)(?P<in_place>\.{OWN_TENSORS})?\.(?P<container>{'|'.join(CONTAINERS)})\.(?P<tensor>[^.]+)"
 )
@@ -95,11 +96,19 @@ def without_wrappers(name: str) -> str:
 
 
 def base_path(path: str) -> str:
-    """The path in the base of a module inside the wrappers of adapters, or of the layer that a `TunedInPlace` tunes."""
+    """The path in the base of what a wrapper of adapters wraps, or of the layer that a `TunedInPlace` tunes."""
     parts = without_wrappers(path).removeprefix(PREFIX).split(".")
     return ".".join(part for part in parts if part not in ("base_layer", OWN_TENSORS))
 
 
-def without_adapter_wrappers(name: str) -> str:
-    """A name in a model without the wrapper of another adapter's LoRA, which must not show in a file."""
-    return without_wrappers(name).replace(".base_layer.", ".")
+def as_in_file(name: str) -> str:
+    """A tensor's name in a model, the adapter's name already taken out, as a file has it.
+
+    Whether another adapter's LoRA is around a module that has copies must not show.
+
+    Example:
+
+        >>> as_in_file("base_model.model.fc.base_layer.lora_tuned.bias")
+        'base_model.model.fc.lora_tuned.bias'
+    """
+    return _WRAPPED_COPY.sub(r".\1.", without_wrappers(name))

@@ -19,9 +19,9 @@ from peft_surgical.bank.slots import SharedSlots
 from peft_surgical.bank.stats import BankStats
 from peft_surgical.bank.store import Task, read_task
 from peft_surgical.bank.tiers import parse_budget
-from peft_surgical.copies.mixed_batch import BASE, adapter_names_in_forward
 from peft_surgical.layers import unwrap
 from peft_surgical.methods.heads import apply_label_settings, label_settings
+from peft_surgical.methods.mixed_batch import BASE, adapter_names_in_forward
 
 
 class DeltaBank:

@@ -19,10 +19,11 @@ from peft_surgical.bank.files import Spec
 from peft_surgical.bank.place import Place, Slot
 from peft_surgical.bank.store import Task
 from peft_surgical.bank.structure import Units
-from peft_surgical.copies.in_place import TunedOwner
+from peft_surgical.copies.in_place import TunedInPlace
 from peft_surgical.copies.module import TunedModule
 from peft_surgical.files.adapter import PREFIX, method_of
 from peft_surgical.methods.stratified.layers import StratifiedModule
+from peft_surgical.names import OWN_TENSORS
 
 
 SURGICAL = TunedModule.adapter_layer_names[0]
@@ -78,7 +79,7 @@ class Places:
             module.put(adapter, {n: _nothing(isinstance(t, nn.Parameter)) for n, t in bases.items()})
             entry = module.tuned[adapter]
             tables.append((module.tuned, entry))
-            own = f".{TunedOwner.child_name}" if is_owner else ""
+            own = f".{OWN_TENSORS}" if is_owner else ""
             for name in names:
                 key = name.replace(".", "|")
                 slots[f"{PREFIX}{path}{own}.{SURGICAL}.{key}"] = Slot(entry, key)
@@ -142,7 +143,7 @@ class Places:
             if isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper)):
                 module._active_adapter = self.active  # type: ignore[assignment, union-attr]
             base_path = path.replace(".base_layer", "")
-            if isinstance(module, TunedOwner):
+            if isinstance(module, TunedInPlace):
                 self._tuned[base_path.rpartition(".")[0]] = module
             elif isinstance(module, TunedModule):
                 self._tuned[base_path] = module

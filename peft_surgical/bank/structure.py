@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from peft_surgical.bank.files import Spec
-from peft_surgical.copies.in_place import TunedOwner
 from peft_surgical.copies.module import TunedModule
 from peft_surgical.files.adapter import PREFIX
 from peft_surgical.files.base import check_base, check_tensors, describe_base, fingerprint, matches
@@ -16,6 +15,7 @@ from peft_surgical.layers import find_stacks
 from peft_surgical.methods.heads import head_names, head_shapes, label_settings
 from peft_surgical.methods.surgical_config import SurgicalConfig
 from peft_surgical.methods.surgical_model import SurgicalModel
+from peft_surgical.names import OWN_TENSORS
 
 
 Units = dict[str, tuple[list[str], bool]]
@@ -56,7 +56,7 @@ class Structure:
             self._check_base(config.base or {})
         expected = {f"{PREFIX}{name}": shape for name, shape in self.heads(config).items()}
         for path, (names, is_owner) in self.units(config).items():
-            own = f".{TunedOwner.child_name}" if is_owner else ""
+            own = f".{OWN_TENSORS}" if is_owner else ""
             for name in names:
                 key = f"{PREFIX}{path}{own}.{TunedModule.adapter_layer_names[0]}.{name.replace('.', '|')}"
                 expected[key] = self._base[f"{path}.{name}"].shape

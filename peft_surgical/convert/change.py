@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from peft_surgical.copies.select import own_tensor_names, units
+from peft_surgical.copies.select import own_tensor_names, tunable_modules
 from peft_surgical.layers import find_stacks
 
 
@@ -150,7 +150,7 @@ def _outside_units(path: str, module: nn.Module, layers: set[str]) -> Iterator[t
     if path in layers:
         return
     if not any(layer.startswith(f"{path}." if path else "") for layer in layers):
-        yield from units(path, module)
+        yield from tunable_modules(path, module)
         return
     yield path, own_tensor_names(module)
     for name, child in module.named_children():

@@ -1,4 +1,4 @@
-"""`TunedOwner`: a `TunedModule` that the layer which it tunes holds as a child, instead of being wrapped."""
+"""`TunedInPlace`: a `TunedModule` that the layer which it tunes holds as a child, instead of being wrapped."""
 
 from __future__ import annotations
 
@@ -8,16 +8,15 @@ from typing import Any
 from torch import nn
 
 from peft_surgical.copies.module import TunedModule
+from peft_surgical.names import OWN_TENSORS
 
 
-class TunedOwner(TunedModule):
+class TunedInPlace(TunedModule):
     """Tunes the parameters that a transformer layer owns itself, e.g. the layer scales of BEiT.
 
     The layer must keep its class and place, for gradient checkpointing and sharding rely on both. So it is not
     wrapped: this module becomes its child, and the layer's `forward` is called with the twin as `self`.
     """
-
-    child_name = "own_tensors"
 
     def _set_base_layer(self, base_layer: nn.Module) -> None:
         if "forward" in base_layer.__dict__:
@@ -29,17 +28,17 @@ class TunedOwner(TunedModule):
         object.__setattr__(self, "base_layer", base_layer)  # not a child: the layer is the parent
 
     @classmethod
-    def attach(cls, layer: nn.Module, adapter_name: str, names: Sequence[str], **options: Any) -> TunedOwner:
+    def attach(cls, layer: nn.Module, adapter_name: str, names: Sequence[str], **options: Any) -> TunedInPlace:
         """Make it a child of the layer and route the layer's forward through it."""
         owner = cls(layer, adapter_name, names, **options)
-        layer.add_module(cls.child_name, owner)
+        layer.add_module(OWN_TENSORS, owner)
         layer.__dict__["forward"] = owner.forward
         return owner
 
     def detach(self) -> None:
         """Undo `attach`."""
         del self.base_layer.__dict__["forward"]
-        delattr(self.base_layer, self.child_name)
+        delattr(self.base_layer, OWN_TENSORS)
 
     def forward(self, *args: Any, adapter_names: Sequence[str] | None = None, **kwargs: Any) -> Any:
         if self.disable_adapters and self.merged:

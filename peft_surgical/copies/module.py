@@ -15,10 +15,9 @@ import torch
 from peft.tuners.tuners_utils import BaseTunerLayer, check_adapters_to_merge
 from torch import nn
 
-from peft_surgical.copies.direct import direct_output
-from peft_surgical.copies.mixed_batch import forward_by_rows
+from peft_surgical.copies.compute import FunctionalModule, direct_output, run_by_rows, twin
 from peft_surgical.copies.tensors import TunedNormTensors, TunedTensors
-from peft_surgical.copies.twin import FunctionalModule, twin
+from peft_surgical.names import SURGICAL
 
 
 class TunedModule(nn.Module, BaseTunerLayer):
@@ -46,7 +45,7 @@ class TunedModule(nn.Module, BaseTunerLayer):
         ['surgical_params.a.bias', 'surgical_params.a.weight']
     """
 
-    adapter_layer_names: tuple[str, ...] = ("surgical_params",)
+    adapter_layer_names: tuple[str, ...] = (SURGICAL,)
     other_param_names: tuple[str, ...] = ()
     base_layer: nn.Module
 
@@ -127,14 +126,32 @@ class TunedModule(nn.Module, BaseTunerLayer):
 
     def forward(self, *args: Any, adapter_names: Sequence[str] | None = None, **kwargs: Any) -> Any:
         if adapter_names is None and len(args) == 1 and not kwargs:
-            out = direct_output(self, args[0])
+            out = self._direct_output(args[0])
             if out is not None:
                 return out
         if self.disable_adapters and self.merged:
             self.unmerge()
         if adapter_names is not None and not self.disable_adapters:
-            return forward_by_rows(self, adapter_names, args, kwargs)
+            return self._forward_by_rows(adapter_names, args, kwargs)
         return self.module_in_use()(*args, **kwargs)
+
+    def _direct_output(self, x: Any) -> torch.Tensor | None:
+        """The output with the copies of the one active adapter, if that is all there is to the call."""
+        active = self._active_adapter
+        if self._disable_adapters or self.merged_adapters or len(active) != 1:
+            return None
+        modules: Any = self._modules
+        copies = modules[self.adapter_layer_names[0]]._modules.get(active[0])
+        return direct_output(modules.get("base_layer"), copies, x)
+
+    def _forward_by_rows(self, adapter_names: Sequence[str], args: tuple, kwargs: dict[str, Any]) -> Any:
+        if self.merged:
+            raise ValueError(
+                "Cannot pass `adapter_names` when there are merged adapters, please call `unmerge_adapter` first."
+            )
+        if not any(name in self.tuned for name in adapter_names):
+            return self.base_layer(*args, **kwargs)
+        return run_by_rows(self.base_layer, lambda name: self.module_for([name]), adapter_names, args, kwargs)
 
     def module_in_use(self) -> Any:
         """What computes at present: the active adapters' twin, or the base."""

@@ -12,11 +12,12 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn
 
-from peft_surgical.copies.in_place import TunedOwner
+from peft_surgical.copies.in_place import TunedInPlace
 from peft_surgical.copies.module import TunedModule
+from peft_surgical.names import OWN_TENSORS
 
 
-def units(path: str, module: nn.Module) -> Iterator[tuple[str, list[str]]]:
+def tunable_modules(path: str, module: nn.Module) -> Iterator[tuple[str, list[str]]]:
     """The outermost modules in a module that own tensors, with the names of all tensors in them.
 
     A module that owns parameters directly may use its children's weights without calling them (`nn.MultiheadAttention`
@@ -28,7 +29,7 @@ def units(path: str, module: nn.Module) -> Iterator[tuple[str, list[str]]]:
     else:
         for name, child in inner.named_children():
             if not isinstance(child, AuxiliaryTrainingWrapper):
-                yield from units(f"{path}.{name}", child)
+                yield from tunable_modules(f"{path}.{name}", child)
 
 
 @dataclass(frozen=True)
@@ -49,16 +50,19 @@ class Owner:
 
 
 def owners(path: str, module: nn.Module) -> Iterator[Owner]:
-    """All modules in a module that hold tensors themselves; unlike `units`, none lies inside another's reach.
+    """All modules in a module that hold tensors themselves.
 
-    What a module reads instead of calling it (parameter lists, parametrizations) is counted as the module's own.
+    Unlike `tunable_modules`, none lies inside another's reach. What a module reads instead of calling it (parameter
+    lists, parametrizations) is counted as the module's own.
     """
     for inner_path, inner in base_modules(path, module):
         read = [name for name, child in inner.named_children() if _is_read(name, child)]
         names = own_tensor_names(inner) + [f"{c}.{n}" for c in read for n in tensor_names(inner.get_submodule(c))]
         if names:
             called = [child for name, child in inner.named_children() if name not in read]
-            has_parts = any(True for child in called if not isinstance(child, TunedOwner) for _ in child.parameters())
+            has_parts = any(
+                True for child in called if not isinstance(child, TunedInPlace) for _ in child.parameters()
+            )
             yield Owner(inner_path, inner, names, has_parts)
 
 
@@ -71,7 +75,7 @@ def base_modules(path: str, module: nn.Module, seen: set[int] | None = None) -> 
     seen.add(id(inner))
     yield path, inner
     for name, child in inner.named_children():
-        if not (_is_read(name, child) or isinstance(child, (TunedOwner, AuxiliaryTrainingWrapper))):
+        if not (_is_read(name, child) or isinstance(child, (TunedInPlace, AuxiliaryTrainingWrapper))):
             yield from base_modules(f"{path}.{name}" if path else name, child, seen)
 
 
@@ -94,7 +98,7 @@ def original_tensor(module: nn.Module, name: str) -> torch.Tensor:
 
     A bias that a linear module lacks is zero.
     """
-    tuned = innermost_tuned(module) or module._modules.get(TunedOwner.child_name)
+    tuned = innermost_tuned(module) or module._modules.get(OWN_TENSORS)
     if isinstance(tuned, TunedModule):
         return tuned.original(name)
     inner = bottom(module)

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
+from peft_surgical.names import as_attribute
+
 
 class TunedTensors(nn.Module):
     """One adapter's copies of some tensors of a module.
@@ -21,16 +23,16 @@ class TunedTensors(nn.Module):
         self.names = tuple(tensors)
         for name, tensor in tensors.items():
             if isinstance(tensor, nn.Parameter):
-                self.register_parameter(_key(name), tensor)
+                self.register_parameter(as_attribute(name), tensor)
             else:
-                self.register_buffer(_key(name), tensor)
+                self.register_buffer(as_attribute(name), tensor)
         # PEFT's FSDP policy shards each childless module with a trainable weight as a unit of its own, which is only
         # gathered when called; these tensors are read by the module around and belong to the unit of the layer
         self.in_unit_of_layer = nn.Identity()
 
     def __getitem__(self, name: str) -> torch.Tensor:
         # attribute access, not the dict of parameters: FSDP keeps the gathered tensor in an attribute of the instance
-        return getattr(self, _key(name))
+        return getattr(self, as_attribute(name))
 
     def __contains__(self, name: str) -> bool:
         return name in self.names
@@ -41,8 +43,3 @@ class TunedNormTensors(TunedTensors, nn.LayerNorm):
 
     def extra_repr(self) -> str:
         return ""
-
-
-def _key(name: str) -> str:
-    """A tensor's name as a key of a module, which may not contain dots."""
-    return name.replace(".", "|")

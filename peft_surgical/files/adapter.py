@@ -14,17 +14,17 @@ from peft import PeftConfig
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 from peft.utils import SAFETENSORS_WEIGHTS_NAME
 
-from peft_surgical.copies.in_place import TunedOwner
 from peft_surgical.copies.module import TunedModule
 from peft_surgical.files.encoded_state import decode_tensors, encoding_of, group_parts
 from peft_surgical.files.tensor_files import TensorFile, download
 from peft_surgical.methods.config import DeltaConfig
 from peft_surgical.methods.stratified.layers import StratifiedModule
+from peft_surgical.names import OWN_TENSORS
 
 
 PREFIX = "base_model.model."
 _CONTAINERS = "|".join((*TunedModule.adapter_layer_names, *StratifiedModule.adapter_layer_names))
-_COPY = re.compile(rf"(?P<path>.+?)(\.{TunedOwner.child_name})?\.({_CONTAINERS})\.(?P<name>[^.]+)")
+_COPY = re.compile(rf"(?P<path>.+?)(\.{OWN_TENSORS})?\.({_CONTAINERS})\.(?P<name>[^.]+)")
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 import torch
 from torch import nn
 
-from peft_surgical.copies.in_place import TunedOwner
+from peft_surgical.copies.in_place import TunedInPlace
 from peft_surgical.copies.module import TunedModule
 from peft_surgical.files.encoding import Shape, difference
 from peft_surgical.files.encodings import ENCODINGS, find_encoding
@@ -218,7 +218,7 @@ def _bases(
         if not isinstance(module, TunedModule) or adapter_name not in module.tuned:
             continue
         path = path.replace("_fsdp_wrapped_module.", "")
-        owner = path.rpartition(".")[0] if isinstance(module, TunedOwner) else f"{path}.base_layer"
+        owner = path.rpartition(".")[0] if isinstance(module, TunedInPlace) else f"{path}.base_layer"
         for name in module.tuned[adapter_name].names:
             base = module.original(name)
             if not module.merged:  # a gathered state has the whole tensor where the module holds a shard

@@ -84,17 +84,13 @@ def united_config(tuner: Any, configs: Mapping[str, Any]) -> Any:
 
 def _check_union(tuner: Any, united: Any, configs: Mapping[str, Any]) -> None:
     probe = copy.copy(united)
-    chosen = _tensors(tuner._choose_tensors(probe, tuner.model), probe)
-    wanted = set().union(*(_tensors(config._units, config) for config in configs.values()))
+    chosen = tuner._resolve(probe, tuner.model).tensors()
+    wanted = set().union(*(config.resolution.tensors() for config in configs.values()))
     if chosen != wanted:
         raise ValueError(
             f"The adapters {list(configs)} choose their modules in ways that no one configuration can express "
             f"together, e.g. {sorted(chosen ^ wanted)[0]}. Give them the same options besides their layers."
         )
-
-
-def _tensors(units: Mapping[str, Sequence[str]], config: Any) -> set[str]:
-    return {f"{path}.{name}" for path, names in units.items() for name in names} | getattr(config, "_lora", set())
 
 
 def _combination(kind: str, density: float | None, majority_sign_method: str) -> Callable[..., torch.Tensor]:

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import re
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from huggingface_hub import hf_hub_download
 from peft import PeftConfig
 from peft.utils import SAFETENSORS_WEIGHTS_NAME
-from torch import nn
+from typing_extensions import Self
 
 from peft_surgical.files.encodings import find_encoding
+from peft_surgical.names import PREFIX
+
+
+FORMAT_VERSION = 1
+sources: set[str] = set()  # the folders and names on the hub that configs of this package were read from
 
 
 @dataclass
@@ -29,6 +34,9 @@ class DeltaConfig(PeftConfig):
         key_mapping: For a base whose modules have been renamed since the adapter was saved: patterns in the names of
             the saved tensors and what to put in their place, as in PEFT's `load_adapter`. Only for loading.
         format_version: Version of this file's format.
+
+    Raises:
+        ValueError: An unknown encoding, or a file that a later version of this package has written.
     """
 
     labels: dict | None = field(default=None, metadata={"help": "Number and names of the task's labels."})
@@ -36,23 +44,31 @@ class DeltaConfig(PeftConfig):
     encoding: str = field(default="values", metadata={"help": "values, lossless, bf16, int8, int4 or sign."})
     check_base: bool = field(default=True, metadata={"help": "Whether another base model is an error."})
     key_mapping: dict[str, str] | None = field(default=None, metadata={"help": "New names of renamed modules."})
-    format_version: int = field(default=1, metadata={"help": "Version of this file's format."})
+    format_version: int = field(default=FORMAT_VERSION, metadata={"help": "Version of this file's format."})
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.encoding != "values":
             find_encoding(self.encoding)
-        # what the config means on the model that it is being injected into; not part of the config itself
-        self._units: dict[str, list[str]] = {}
-        self._owners: set[str] = set()
-        self._shared: dict[int, nn.Parameter] = {}
-        self._shapes: dict[str, torch.Size] = {}
+        if not isinstance(self.format_version, int) or self.format_version > FORMAT_VERSION:
+            raise ValueError(
+                f"The adapter has format_version={self.format_version!r}: it was written by a later version of "
+                f"peft_surgical, and this one reads format {FORMAT_VERSION}. Update: pip install -U peft-surgical."
+            )
+        self.resolution: Any = None  # a `Resolution`, on the copy that a tuner holds
+
+    def for_one_model(self) -> Self:
+        """A copy for the tuner of one model, which resolves it; what a user holds can be used for another one."""
+        own = copy.copy(self)
+        own.resolution = None
+        return own
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str, subfolder: str | None = None, **kwargs: Any):
         config = super().from_pretrained(pretrained_model_name_or_path, subfolder=subfolder, **kwargs)
         # so that the weights can be checked before the model is changed
         config._source = (pretrained_model_name_or_path, subfolder, cls._split_kwargs(kwargs)[0])
+        sources.add(os.fspath(pretrained_model_name_or_path))
         return config
 
     def save_pretrained(self, save_directory: str, **kwargs: Any) -> None:
@@ -70,7 +86,7 @@ class DeltaConfig(PeftConfig):
 
     def present_name(self, name: str) -> str:
         """The name that a saved tensor has in the base at hand, see `key_mapping`."""
-        prefix = "base_model.model." if name.startswith("base_model.model.") else ""
+        prefix = PREFIX if name.startswith(PREFIX) else ""
         bare = name.removeprefix(prefix)
         for pattern, replacement in (self.key_mapping or {}).items():
             renamed, count = re.subn(pattern, replacement, bare)

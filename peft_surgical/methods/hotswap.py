@@ -20,7 +20,6 @@ from peft.utils.other import ModulesToSaveWrapper, _get_submodules
 from peft.utils.save_and_load import _insert_adapter_name_into_state_dict
 from torch import nn
 
-from peft_surgical.copies.in_place import TunedOwner
 from peft_surgical.copies.module import TunedModule
 from peft_surgical.copies.select import innermost_tuned
 from peft_surgical.files.encoded_state import decode_state
@@ -28,6 +27,7 @@ from peft_surgical.layer_specs import LayerSpec
 from peft_surgical.methods.adapter_state import live_tensors
 from peft_surgical.methods.combine import united_config
 from peft_surgical.methods.tuner import DeltaTuner
+from peft_surgical.names import OWN_TENSORS
 
 
 def prepare_model_for_hotswap(
@@ -162,7 +162,7 @@ def _check_pairs(pairs: Sequence[Pair], state: Mapping[str, torch.Tensor], adapt
 
 def _make_room(tuner: Any, adapter_name: str, united: Any) -> None:
     before = {_in_file(name): tensor.clone() for name, tensor in live_tensors(tuner.model, adapter_name).items()}
-    for path in dict.fromkeys([*united._units, *getattr(united, "_lora", ())]):
+    for path in dict.fromkeys([*united.resolution.copies, *united.resolution.lora]):
         parent, target, target_name = _get_submodules(tuner.model, path)
         if not _has_room(target, path, adapter_name, united):
             tuner._create_and_replace(united, adapter_name, target, target_name, parent, current_key=path)
@@ -175,10 +175,11 @@ def _make_room(tuner: Any, adapter_name: str, united: Any) -> None:
 
 
 def _has_room(target: nn.Module, path: str, adapter_name: str, united: Any) -> bool:
-    tuned = target._modules.get(TunedOwner.child_name) if path in united._owners else innermost_tuned(target)
+    tuned = target._modules.get(OWN_TENSORS) if path in united.resolution.in_place else innermost_tuned(target)
     names = tuned.tuned[adapter_name].names if isinstance(tuned, TunedModule) and adapter_name in tuned.tuned else ()
     has_lora = isinstance(target, LoraLayer) and adapter_name in target.r
-    return set(united._units.get(path, ())) <= set(names) and (has_lora or path not in getattr(united, "_lora", ()))
+    wanted = united.resolution.copies.get(path, ())
+    return set(wanted) <= set(names) and (has_lora or path not in united.resolution.lora)
 
 
 def _in_file(name: str) -> str:

@@ -9,7 +9,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer, _check_adapters_not_merged
 from peft.utils.other import AuxiliaryTrainingWrapper, _get_submodules
 from tqdm import tqdm
 
-from peft_surgical.copies.in_place import TunedOwner
+from peft_surgical.copies.in_place import TunedInPlace
 from peft_surgical.copies.ties import admit_untied_embeddings, forget_originals
 
 
@@ -30,9 +30,9 @@ def unload(tuner: Any, merge: bool, progressbar: bool, safe_merge: bool, adapter
         tuner.unmerge_adapter()
     done: list[str] = []
     for name, module in tqdm(wrapped, disable=not progressbar, desc="Unloading"):
-        if isinstance(module, TunedOwner):
+        if isinstance(module, TunedInPlace):
             module.detach()
-        if isinstance(module, TunedOwner) or any(name.startswith(f"{outer}.") for outer in done):
+        if isinstance(module, TunedInPlace) or any(name.startswith(f"{outer}.") for outer in done):
             continue
         done.append(name)
         parent, _, child_name = _get_submodules(tuner.model, name)

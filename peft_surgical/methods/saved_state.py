@@ -14,6 +14,7 @@ from peft_surgical.distributed import rank, whole_weights
 from peft_surgical.files.base import check_gathered, check_tensors, sharded
 from peft_surgical.files.encoded_state import decode_state, encode_state, is_encoded
 from peft_surgical.methods.adapter_state import as_live, embedding_tensors, live_tensors, prefix_of_peft_model
+from peft_surgical.names import as_in_file
 
 
 class SavedState(BaseTuner):
@@ -46,6 +47,10 @@ class SavedState(BaseTuner):
         return encode_state(model, adapter_name, found, config.encoding, state_dict)
 
     @classmethod
+    def _remove_adapter_name_from_key(cls, key: str, adapter_name: str) -> str:
+        return as_in_file(super()._remove_adapter_name_from_key(key, adapter_name))
+
+    @classmethod
     def _wanted_shapes(cls, config: Any, adapter_name: str, names: Iterable[str]) -> dict[str, torch.Size]:
         """The shapes of an adapter's tensors by the names that they have at present.
 
@@ -54,7 +59,7 @@ class SavedState(BaseTuner):
         """
         prefix = prefix_of_peft_model(names)
         present = {cls._remove_adapter_name_from_key(name, adapter_name): name for name in names}
-        return {present.get(prefix + name, prefix + name): shape for name, shape in config._shapes.items()}
+        return {present.get(prefix + name, prefix + name): shape for name, shape in config.resolution.shapes.items()}
 
     @classmethod
     def _remap_adapter_state_dict_for_load(cls, model, config, adapter_name, state_dict):

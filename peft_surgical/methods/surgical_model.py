@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,18 +13,18 @@ from peft.tuners.tuners_utils import (
 )
 from torch import nn
 
-from peft_surgical.copies.dequantised import DequantisedModule
-from peft_surgical.copies.in_place import TunedOwner
 from peft_surgical.copies.module import TunedModule
-from peft_surgical.copies.quantised import can_be_dequantised, is_quantised
-from peft_surgical.copies.select import bottom, innermost_tuned, matches_any, own_tensor_names, units
+from peft_surgical.copies.quantised import DequantisedModule, can_be_dequantised, is_quantised
+from peft_surgical.copies.select import bottom, innermost_tuned, matches_any, own_tensor_names, tunable_modules
 from peft_surgical.layer_specs import LayerSpec
 from peft_surgical.layers import Layer, plain_layers, resolve_layers, unwrap
 from peft_surgical.methods.hotswap import swap_in
 from peft_surgical.methods.matching import Matching, is_excluded
 from peft_surgical.methods.register import load_on_cpu, register_hotswap, register_method
+from peft_surgical.methods.resolution import Resolution
 from peft_surgical.methods.surgical_config import SurgicalConfig, as_ranking
 from peft_surgical.methods.tuner import DeltaTuner
+from peft_surgical.names import OWN_TENSORS
 
 
 class SurgicalModel(DeltaTuner):
@@ -34,7 +33,7 @@ class SurgicalModel(DeltaTuner):
     prefix: str = "surgical_"
     tuner_layer_cls = TunedModule
 
-    def _choose_tensors(self, config: SurgicalConfig, model: nn.Module) -> dict[str, list[str]]:
+    def _resolve(self, config: SurgicalConfig, model: nn.Module) -> Resolution:
         layers = self._choose_layers(config, model)
         if not layers and not config.target_modules:
             raise ValueError(
@@ -43,19 +42,19 @@ class SurgicalModel(DeltaTuner):
             )
         if isinstance(config.target_modules, str) and config.target_modules == "all-linear":
             _maybe_include_all_linear_layers(config, model)
-        config._owners = set()
+        in_place: set[str] = set()
         chosen: dict[str, list[str]] = {}
         for root, module in self._roots(config, model, layers):
-            inside = dict(units(root, module))
+            inside = dict(tunable_modules(root, module))
             if layers and _is_layer(root, layers):
                 # the layer keeps its class and place: what it owns itself is tuned without wrapping it
                 inside = {}
                 if own := own_tensor_names(module):
                     inside[root] = own
-                    config._owners.add(root)
+                    in_place.add(root)
                 for name, child in module.named_children():
-                    if name != TunedOwner.child_name:
-                        inside.update(units(f"{root}.{name}", child))
+                    if name != OWN_TENSORS:
+                        inside.update(tunable_modules(f"{root}.{name}", child))
             for path, names in inside.items():
                 if matches_any(path, config.modules_to_save) or is_excluded(path, config):
                     continue
@@ -67,7 +66,7 @@ class SurgicalModel(DeltaTuner):
                 f"these layers: {', '.join(_names_inside(layers))}."
             )
         for path in config.extra_modules or []:
-            for unit, names in units(path, _module_at(path, model)):
+            for unit, names in tunable_modules(path, _module_at(path, model)):
                 if not matches_any(unit, config.modules_to_save):
                     chosen.setdefault(unit, names)
         is_dry_run = all(parameter.is_meta for parameter in model.parameters())  # nothing is to be trained, only named
@@ -77,23 +76,21 @@ class SurgicalModel(DeltaTuner):
                 chosen[path] = _check_dequantisable(path, bottom(module), config)
             elif not is_dry_run:
                 _check_has_values(path, bottom(module))
-        return chosen
+        return Resolution(chosen, frozenset(in_place & set(chosen)))
 
     def _touched_tensors(self, config: SurgicalConfig, model: nn.Module) -> dict[str, torch.Tensor]:
-        plain = copy.copy(config)  # what is quantised has no values that hold on the same base in another form
-        plain._units = {
-            path: [n for n in names if n != "weight" or not _is_quantised(model.get_submodule(path))]
-            for path, names in config._units.items()
-        }
-        return super()._touched_tensors(plain, model)
+        touched = super()._touched_tensors(config, model)
+        for path, name in config.resolution.copy_names(self._container):
+            if name.tensor == "weight" and _is_quantised(model.get_submodule(path)):
+                del touched[name.in_base]  # it has no values that hold on the same base in another form
+        return touched
 
     def _expected_tensors(self, config: SurgicalConfig, model: nn.Module) -> dict[str, torch.Size]:
         shapes = super()._expected_tensors(config, model)
-        for path in config._units:
+        for path, name in config.resolution.copy_names(self._container):
             module: Any = bottom(model.get_submodule(path))
-            if is_quantised(module):
-                key = f"base_model.model.{path}.{self.tuned_module_cls.adapter_layer_names[0]}.weight"
-                shapes[key] = torch.Size((module.out_features, module.in_features))
+            if name.tensor == "weight" and is_quantised(module):
+                shapes[name.in_file] = torch.Size((module.out_features, module.in_features))
         return shapes
 
     def _tuned_module_cls_for(self, module: nn.Module) -> type[TunedModule]:
@@ -121,7 +118,7 @@ class SurgicalModel(DeltaTuner):
             united.layers = plain_layers([chosen[key] for key in sorted(chosen)], self.model)
         else:  # the modules themselves
             united.layers = united.exclude_modules = united.extra_modules = None
-            united.target_modules = {path for config in configs for path in config._units}
+            united.target_modules = {path for config in configs for path in config.resolution.copies}
 
     def _roots(self, config: SurgicalConfig, model: nn.Module, layers: list[Layer]):
         """The modules to look for tensors in: the layers, or what `target_modules` matches (in the layers, if any)."""

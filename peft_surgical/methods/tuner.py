@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,8 +17,7 @@ from peft.tuners.tuners_utils import (
 from peft.utils.integrations import gather_params_ctx
 from torch import nn
 
-from peft_surgical.copies.in_place import TunedOwner
-from peft_surgical.copies.mixed_batch import adapter_names_in_forward
+from peft_surgical.copies.in_place import TunedInPlace
 from peft_surgical.copies.module import TunedModule
 from peft_surgical.copies.select import innermost_tuned, matches_any, original_tensor
 from peft_surgical.copies.ties import note_untied
@@ -33,25 +33,34 @@ from peft_surgical.methods.gradient_checkpointing import BackwardStart
 from peft_surgical.methods.heads import apply_label_settings, head_names, head_shapes, label_settings, resize_heads
 from peft_surgical.methods.matching import Matching
 from peft_surgical.methods.merging import delete_adapter, unload
+from peft_surgical.methods.mixed_batch import adapter_names_in_forward
 from peft_surgical.methods.report import TuningReport, tuning_report
+from peft_surgical.methods.resolution import Resolution
 from peft_surgical.methods.saved_state import SavedState
 from peft_surgical.methods.trained_set import frozen_statistics, warn_of_surprises
+from peft_surgical.names import OWN_TENSORS, PREFIX, without_wrappers
 
 
 class DeltaTuner(SavedState, BaseTuner):
     """Base of `SurgicalModel` and `StratifiedModel`: tuners that give modules copies of their own tensors."""
 
     tuned_module_cls: type[TunedModule] = TunedModule
-    tuned_owner_cls: type[TunedOwner] = TunedOwner
+    tuned_in_place_cls: type[TunedInPlace] = TunedInPlace
     target_module_mapping: dict[str, list[str]] = {}
     _frozen_on_purpose: frozenset[str] = frozenset()
+    _copied: dict[int, nn.Parameter] = {}
+    """While an adapter is made: its copies so far, by the id of the base's parameter; what is tied stays tied."""
     _is_trained_set_checked = False
+
+    @property
+    def _container(self) -> str:
+        return self.tuned_module_cls.adapter_layer_names[0]
 
     # ---- before the model is changed
 
     @abstractmethod
-    def _choose_tensors(self, config: Any, model: nn.Module) -> dict[str, list[str]]:
-        """The tensors that get a copy: their names by the path of the module that owns them."""
+    def _resolve(self, config: Any, model: nn.Module) -> Resolution:
+        """What a config means on a model. Layers and strata in the config become plain layer numbers."""
 
     def _prepare_adapter_config(self, peft_config: Any, model_config: dict) -> Any:
         return peft_config  # no method here has default modules by model type
@@ -63,8 +72,7 @@ class DeltaTuner(SavedState, BaseTuner):
             self._labels_of_base = label_settings(model)
         heads = [*(peft_config.modules_to_save or []), *head_names(model, peft_config.task_type)]
         peft_config.modules_to_save = list(dict.fromkeys(heads)) or None
-        peft_config._units = self._choose_tensors(peft_config, model)
-        peft_config._shared = {}
+        peft_config.resolution = self._resolve(peft_config, model)
         tensors = self._touched_tensors(peft_config, model)
         heads = [m for path, m in model.named_modules() if path and matches_any(path, peft_config.modules_to_save)]
         parameters = [*tensors.values(), *(p for head in heads for p in head.parameters())]
@@ -85,26 +93,17 @@ class DeltaTuner(SavedState, BaseTuner):
 
     def _touched_tensors(self, config: Any, model: nn.Module) -> dict[str, torch.Tensor]:
         """The base's original values of the tensors that the adapter changes, by name."""
-        return {
-            f"{path}.{name}": original_tensor(model.get_submodule(path), name)
-            for path, names in config._units.items()
-            for name in names
-        }
+        copies = config.resolution.copy_names(self._container)
+        return {name.in_base: original_tensor(model.get_submodule(path), name.tensor) for path, name in copies}
 
     def _expected_tensors(self, config: Any, model: nn.Module) -> dict[str, torch.Size]:
         """The shapes of the copies and of the head in the adapter's file, by name."""
-        container = self.tuned_module_cls.adapter_layer_names[0]
-        shapes = {}
-        for path, names in config._units.items():
-            module = model.get_submodule(path)
-            own = f".{TunedOwner.child_name}" if path in config._owners else ""
-            for name in names:
-                key = f"base_model.model.{path}{own}.{container}.{name.replace('.', '|')}"
-                shapes[key] = original_tensor(module, name).shape
+        copies = config.resolution.copy_names(self._container)
+        shapes = {name.in_file: original_tensor(model.get_submodule(path), name.tensor).shape for path, name in copies}
         of_base = self._labels_of_base.get("num_labels", 0)
         labels = (config.labels or {}).get("num_labels", of_base), of_base
         for name, shape in head_shapes(model, config.modules_to_save or [], *labels).items():
-            shapes[f"base_model.model.{name}"] = shape
+            shapes[f"{PREFIX}{without_wrappers(name)}"] = shape
         return shapes
 
     def _is_known_tensor(self, config: Any, model: nn.Module) -> Callable[[str], bool]:
@@ -115,7 +114,7 @@ class DeltaTuner(SavedState, BaseTuner):
 
     @staticmethod
     def _check_target_module_exists(peft_config: Any, key: str) -> Any:
-        if key in peft_config._units:
+        if key in peft_config.resolution.copies:
             return True
         if peft_config.target_modules is None and not peft_config.exclude_modules:
             return False
@@ -132,7 +131,7 @@ class DeltaTuner(SavedState, BaseTuner):
         current_key: str,
         **kwargs: Any,
     ) -> None:
-        names = peft_config._units.get(current_key)
+        names = peft_config.resolution.copies.get(current_key)
         if names is None:
             raise ValueError(
                 f"The weights have tensors for {current_key!r}, which the adapter's configuration does not choose."
@@ -140,14 +139,14 @@ class DeltaTuner(SavedState, BaseTuner):
         options = {
             "init_weights": getattr(peft_config, "init_weights", True) is not False,
             "inference_mode": peft_config.inference_mode,
-            "shared": peft_config._shared,
+            "shared": self._copied,
         }
-        is_owner = current_key in peft_config._owners
-        tuned: Any = target._modules.get(TunedOwner.child_name) if is_owner else innermost_tuned(target)
+        in_place = current_key in peft_config.resolution.in_place
+        tuned: Any = target._modules.get(OWN_TENSORS) if in_place else innermost_tuned(target)
         if tuned is not None:
             tuned.update_layer(adapter_name, names, **options)
-        elif is_owner:
-            tuned = self.tuned_owner_cls.attach(target, adapter_name, names, **options)
+        elif in_place:
+            tuned = self.tuned_in_place_cls.attach(target, adapter_name, names, **options)
         elif isinstance(target, BaseTunerLayer):  # another kind of adapter is outside, and stays there
             inner: Any = target.base_layer  # type: ignore[attr-defined]
             tuned = self._tuned_module_cls_for(inner)(inner, adapter_name, names, **options)
@@ -168,6 +167,9 @@ class DeltaTuner(SavedState, BaseTuner):
         if hasattr(nn.ModuleDict(), adapter_name) or "." in adapter_name:
             raise ValueError(f"An adapter cannot be called {adapter_name!r}: PyTorch uses that name. Choose another.")
         frozen, present = self._frozen_on_purpose, {id(module) for module in model.modules()}
+        given: Any = self.peft_config[adapter_name]
+        self.peft_config[adapter_name] = given.for_one_model()
+        self._copied = {}
         with ExitStack() as self._gathered:  # under ZeRO-3 a model may be born sharded
             super().inject_adapter(model, adapter_name, *args, **kwargs)
         # new modules take the mode of their model, so that an eval() model stays one with dropout in an adapter
@@ -176,14 +178,12 @@ class DeltaTuner(SavedState, BaseTuner):
         note_untied(model)
         config: Any = self.peft_config[adapter_name]
         self._frozen_on_purpose = frozen  # PEFT gives back the flags that it set meanwhile
-        config._shared = {}
+        self._copied = {}
         if config.labels and self._labels_of_base:
             resize_heads(model, adapter_name, config.labels["num_labels"], self._labels_of_base["num_labels"])
-        # sharding, which comes later, hides the shapes
-        config._shapes = {
-            self._remove_adapter_name_from_key(name, adapter_name): tensor.shape
-            for name, tensor in live_tensors(model, adapter_name).items()
-        }
+        live = live_tensors(model, adapter_name).items()
+        shapes = {self._remove_adapter_name_from_key(name, adapter_name): tensor.shape for name, tensor in live}
+        config.resolution = replace(config.resolution, shapes=shapes)
         self._sync_labels()
 
     def _check_target_module_compatiblity(self, peft_config: Any, model: nn.Module, target_name: str) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from peft_surgical.copies.direct import DIRECT, direct_output
+from peft_surgical.copies.compute import DIRECT
 from peft_surgical.copies.module import TunedModule
 from peft_surgical.methods.stratified.layers import StratifiedModule
 
@@ -39,7 +39,7 @@ def tuned(module, names=None, cls=TunedModule):
 def test_outputs_and_gradients_are_the_modules_own(make, names, autocast):
     wrapper, plain = tuned(make(), names)
     x = torch.randn(2, 3, 6, requires_grad=True)
-    assert direct_output(wrapper, x) is not None
+    assert wrapper._direct_output(x) is not None
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
         found, expected = wrapper(x), plain(x)
     assert torch.equal(found, expected)
@@ -89,7 +89,7 @@ def hooked(register):
 def test_hooks_of_the_module_are_called(register):
     module, calls = hooked(register)
     wrapper = TunedModule(module, "a", ["weight"])
-    assert direct_output(wrapper, torch.randn(2, 6)) is None
+    assert wrapper._direct_output(torch.randn(2, 6)) is None
     wrapper(torch.randn(2, 6, requires_grad=True)).sum().backward()
     assert calls == [register]
 
@@ -119,7 +119,7 @@ def test_hooks_for_all_modules_are_called():
 def test_any_other_state_goes_the_other_way(change):
     wrapper, _ = tuned(nn.Linear(6, 4))
     change(wrapper)
-    assert direct_output(wrapper, torch.randn(2, 6)) is None
+    assert wrapper._direct_output(torch.randn(2, 6)) is None
 
 
 class OddLinear(nn.Linear):

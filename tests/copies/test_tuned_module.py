@@ -9,10 +9,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers.pytorch_utils import Conv1D
 
-from peft_surgical.copies.in_place import TunedOwner
+from peft_surgical.copies.compute import twin
+from peft_surgical.copies.in_place import TunedInPlace
 from peft_surgical.copies.module import TunedModule
 from peft_surgical.copies.select import tensor_names
-from peft_surgical.copies.twin import twin
 
 
 class Experts(nn.Module):
@@ -297,7 +297,7 @@ def test_a_layers_own_parameter_is_tuned_without_wrapping_the_layer(use_reentran
     layer = ScaledLayer().requires_grad_(False)
     x = torch.randn(2, 4, requires_grad=True)
     start = layer(x)
-    owner = TunedOwner.attach(layer, "a", ["scale"])
+    owner = TunedInPlace.attach(layer, "a", ["scale"])
     assert type(layer) is ScaledLayer
     assert torch.equal(layer(x), start)
     with torch.no_grad():

@@ -85,7 +85,6 @@ class StratifiedConfig(DeltaConfig, LoraConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.peft_type = add_peft_type("STRATIFIED")
-        self._lora: set[str] = set()
         if self.init_weights is False:
             self.init_lora_weights = False
         if self.n1 is not None or self.n2 is not None:

@@ -14,15 +14,16 @@ from peft.tuners.lora import layer as lora
 from peft.tuners.tuners_utils import check_adapters_to_merge
 from torch import nn
 
-from peft_surgical.copies.in_place import TunedOwner
+from peft_surgical.copies.in_place import TunedInPlace
 from peft_surgical.copies.module import TunedModule
 from peft_surgical.copies.select import zero_bias
+from peft_surgical.names import STRATIFIED
 
 
 class StratifiedModule(TunedModule):
     """A `TunedModule` that PEFT takes for a part of LoRA, and that may add a bias to a linear module without one."""
 
-    adapter_layer_names: tuple[str, ...] = ("lora_tuned",)
+    adapter_layer_names: tuple[str, ...] = (STRATIFIED,)
 
     def base_tensor(self, name: str) -> torch.Tensor:
         tensor = super().base_tensor(name)
@@ -49,8 +50,8 @@ class StratifiedModule(TunedModule):
             self.base_layer.register_parameter("bias", None)
 
 
-class StratifiedOwner(StratifiedModule, TunedOwner):
-    """A `TunedOwner` for `StratifiedModel`."""
+class StratifiedInPlace(StratifiedModule, TunedInPlace):
+    """A `TunedInPlace` for `StratifiedModel`."""
 
 
 class RestoresBase(lora.LoraLayer):

@@ -31,11 +31,13 @@ from peft_surgical.methods.combine_lora import LoraCombination
 from peft_surgical.methods.hotswap import swap_in
 from peft_surgical.methods.matching import Matching, is_excluded
 from peft_surgical.methods.register import load_on_cpu, register_hotswap, register_method
+from peft_surgical.methods.resolution import Resolution
 from peft_surgical.methods.stratified.config import StratifiedConfig
-from peft_surgical.methods.stratified.layers import StratifiedModule, StratifiedOwner, make_restoring
+from peft_surgical.methods.stratified.layers import StratifiedInPlace, StratifiedModule, make_restoring
 from peft_surgical.methods.stratified.strata import plain_strata, resolve_strata, unite_strata
 from peft_surgical.methods.stratified.stratum_tensors import check_choice, choose
 from peft_surgical.methods.tuner import DeltaTuner
+from peft_surgical.names import PREFIX, without_wrappers
 
 
 class StratifiedModel(DeltaTuner, LoraModel):  # type: ignore[misc]
@@ -44,7 +46,7 @@ class StratifiedModel(DeltaTuner, LoraModel):  # type: ignore[misc]
     prefix: str = "lora_"
     tuner_layer_cls = BaseTunerLayer  # type: ignore[assignment]
     tuned_module_cls = StratifiedModule
-    tuned_owner_cls = StratifiedOwner
+    tuned_in_place_cls = StratifiedInPlace
 
     # ---- before the model is changed
 
@@ -55,8 +57,7 @@ class StratifiedModel(DeltaTuner, LoraModel):  # type: ignore[misc]
             check_base({**peft_config.base, "tensors": {}}, model, {})
         super()._prepare_model(peft_config, model)
 
-    def _choose_tensors(self, config: Any, model: nn.Module) -> dict[str, list[str]]:
-        config._owners = set()
+    def _resolve(self, config: Any, model: nn.Module) -> Resolution:
         if not config.is_stratified:
             if config.target_modules is None and not config.target_parameters:
                 raise ValueError(
@@ -64,8 +65,8 @@ class StratifiedModel(DeltaTuner, LoraModel):  # type: ignore[misc]
                     "target_modules=[...] for LoRA alone."
                 )
             _maybe_include_all_linear_layers(config, model)
-            config._lora = {path for path, _ in base_modules("", model) if check_target_module_exists(config, path)}
-            return {}
+            paths = (path for path, _ in base_modules("", model) if check_target_module_exists(config, path))
+            return Resolution({}, lora=frozenset(paths))
 
         def is_left_out(path: str) -> bool:
             return matches_any(path, config.modules_to_save) or is_excluded(path, config)
@@ -73,25 +74,24 @@ class StratifiedModel(DeltaTuner, LoraModel):  # type: ignore[misc]
         strata = resolve_strata(model, config)
         choice = choose(strata, is_left_out)
         check_choice(choice, model, use_dora=config.use_dora)
-        config._lora, config._owners = choice.lora, choice.owners
         config.strata = plain_strata(strata, model)
         config.n1 = config.n2 = config.variant = None
         if not choice.lora and not choice.copies:
             _check_head(config)
             config.target_modules = DUMMY_TARGET_MODULES  # PEFT's word for an adapter that adapts no module
-        return choice.copies
+        return Resolution(choice.copies, frozenset(choice.owners), frozenset(choice.lora))
 
     def _touched_tensors(self, config: Any, model: nn.Module) -> dict[str, torch.Tensor]:
         touched = super()._touched_tensors(config, model)
-        for path in config._lora:
+        for path in config.resolution.lora:
             module = model.get_submodule(path)
             if isinstance(getattr(bottom(module), "weight", None), torch.Tensor):
-                touched[f"{path}.weight"] = original_tensor(module, "weight")
+                touched[f"{without_wrappers(path)}.weight"] = original_tensor(module, "weight")
         return touched
 
     def _expected_tensors(self, config: Any, model: nn.Module) -> dict[str, torch.Size]:
         shapes = super()._expected_tensors(config, model)
-        for path in config._lora:
+        for path in config.resolution.lora:
             module = bottom(model.get_submodule(path))
             r = config.rank_pattern.get(get_pattern_key([*config.rank_pattern], path), config.r)
             if isinstance(module, Conv1D):
@@ -100,8 +100,9 @@ class StratifiedModel(DeltaTuner, LoraModel):  # type: ignore[misc]
                 inputs, outputs = module.in_features, module.out_features
             else:
                 continue
-            shapes[f"base_model.model.{path}.lora_A.weight"] = torch.Size((r, inputs))
-            shapes[f"base_model.model.{path}.lora_B.weight"] = torch.Size((outputs, r))
+            key = f"{PREFIX}{without_wrappers(path)}"
+            shapes[f"{key}.lora_A.weight"] = torch.Size((r, inputs))
+            shapes[f"{key}.lora_B.weight"] = torch.Size((outputs, r))
         return shapes
 
     def _is_known_tensor(self, config: Any, model: nn.Module) -> Callable[[str], bool]:
@@ -126,7 +127,7 @@ class StratifiedModel(DeltaTuner, LoraModel):  # type: ignore[misc]
             united.strata = unite_strata(self.model, configs)
             united.target_modules = None  # each stratum has its own
         else:
-            united.target_modules = set().union(*(config._lora for config in configs))
+            united.target_modules = set().union(*(config.resolution.lora for config in configs))
             united.exclude_modules = united.layers_to_transform = united.layers_pattern = None
 
     def add_weighted_adapter(  # type: ignore[override]
@@ -175,7 +176,7 @@ class StratifiedModel(DeltaTuner, LoraModel):  # type: ignore[misc]
     def _check_target_module_exists(peft_config: Any, key: str) -> Any:
         if not peft_config.is_stratified:
             return check_target_module_exists(peft_config, key)
-        if key in peft_config._units or key in peft_config._lora:
+        if key in peft_config.resolution.copies or key in peft_config.resolution.lora:
             return True
         found = check_target_module_exists(Matching([], peft_config.exclude_modules, peft_config.modules_to_save), key)
         return found if isinstance(found, _ExcludedModule) else False
@@ -190,8 +191,8 @@ class StratifiedModel(DeltaTuner, LoraModel):  # type: ignore[misc]
         current_key: str,
         **kwargs: Any,
     ) -> None:
-        gets_lora = not peft_config.is_stratified or current_key in peft_config._lora
-        if current_key in peft_config._units or not gets_lora:
+        gets_lora = not peft_config.is_stratified or current_key in peft_config.resolution.lora
+        if current_key in peft_config.resolution.copies or not gets_lora:
             super()._create_and_replace(peft_config, adapter_name, target, target_name, parent, current_key)
             target = getattr(parent, target_name)
         if gets_lora:
@@ -262,18 +263,6 @@ class StratifiedModel(DeltaTuner, LoraModel):  # type: ignore[misc]
     def _tuner_layers(self) -> list[Any]:
         """All adapted modules, an outer one before those inside it."""
         return [module for module in self.model.modules() if isinstance(module, BaseTunerLayer)]
-
-    # ---- saving and loading
-
-    @classmethod
-    def _remove_adapter_name_from_key(cls, key: str, adapter_name: str) -> str:
-        # whether LoRA of another adapter is around a module must not show in the file
-        container = cls.tuned_module_cls.adapter_layer_names[0]
-        return (
-            super()
-            ._remove_adapter_name_from_key(key, adapter_name)
-            .replace(f".base_layer.{container}", f".{container}")
-        )
 
 
 def _check_head(config: Any) -> None:

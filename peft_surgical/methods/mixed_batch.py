@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn
 
+from peft_surgical.copies.in_place import TunedInPlace
 
-if TYPE_CHECKING:
-    from peft_surgical.copies.module import TunedModule
 
 BASE = "__base__"
 _ROWS_NOT_FIRST = ("xlnet",)  # hidden states are (tokens, batch, width)
@@ -66,66 +65,11 @@ def adapter_names_in_forward(
             handle.remove()
 
 
-def forward_by_rows(module: TunedModule, adapter_names: Sequence[str], args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Run a module on each adapter's rows with that adapter's tensors.
-
-    Args:
-        module: The module; it must turn one tensor of shape (rows, ...) into another.
-        adapter_names: The adapter of each row, or `"__base__"`.
-        args: The positional arguments of the call.
-        kwargs: The keyword arguments of the call.
-
-    Raises:
-        ValueError: An adapter is merged.
-        TypeError: The module takes or gives something else than one tensor with the rows first.
-    """
-    kind = type(module.base_layer).__name__
-    if module.merged:
-        raise ValueError(
-            "Cannot pass `adapter_names` when there are merged adapters, please call `unmerge_adapter` first."
-        )
-    if not any(name in module.tuned for name in adapter_names):
-        return module.base_layer(*args, **kwargs)
-    if len(set(adapter_names)) == 1:
-        return module.module_for(adapter_names[:1])(*args, **kwargs)
-    if (
-        len(args) != 1
-        or kwargs
-        or not isinstance(args[0], torch.Tensor)
-        or any(True for _ in module.base_layer.children())
-    ):
-        raise TypeError(
-            f"A {kind} takes more than one tensor, so the rows of different adapters cannot be told apart in it. Run "
-            "a batch per adapter, or tune other modules."
-        )
-    x = args[0]
-    if len(x) != len(adapter_names):
-        raise TypeError(
-            f"A {kind} sees {len(x)} rows where the batch has {len(adapter_names)} (experts see flattened tokens, "
-            "position embeddings one row for all), so the rows of different adapters cannot be told apart in it. Run "
-            "a batch per adapter, or tune other modules."
-        )
-    out = None
-    for name in dict.fromkeys(adapter_names):
-        rows = torch.tensor([i for i, other in enumerate(adapter_names) if other == name], device=x.device)
-        part = module.module_for([name])(x[rows])
-        if not isinstance(part, torch.Tensor) or len(part) != len(rows):
-            raise TypeError(
-                f"A {kind} does not give one output per row, so the rows of different adapters cannot be told apart "
-                "in it. Run a batch per adapter."
-            )
-        out = part.new_empty(len(x), *part.shape[1:]) if out is None else out
-        out[rows] = part
-    return out
-
-
 def _add_adapter_names(module: nn.Module, args: tuple, kwargs: dict, adapter_names: list[str]) -> tuple[tuple, dict]:
     return args, {**kwargs, "adapter_names": adapter_names}
 
 
 def _check(tuner: Any, used: Sequence[str]) -> None:
-    from peft_surgical.copies.in_place import TunedOwner
-
     if tuner.training:
         raise ValueError("Cannot pass `adapter_names` when the model is in training mode.")
     unknown = sorted(set(used) - set(tuner.peft_config))
@@ -135,7 +79,7 @@ def _check(tuner: Any, used: Sequence[str]) -> None:
     if kind in _ROWS_NOT_FIRST:
         raise TypeError(f"{kind} does not keep the rows of a batch first, so adapter_names cannot be used with it.")
     for path, module in tuner.model.named_modules():
-        if isinstance(module, TunedOwner) and any(name in module.tuned for name in used):
+        if isinstance(module, TunedInPlace) and any(name in module.tuned for name in used):
             raise TypeError(
                 f"The layer {path.rpartition('.')[0]} has tuned parameters of its own, which all rows share."
             )

@@ -1,0 +1,194 @@
+"""How a module computes with other tensors than its own, without touching it.
+
+Three ways: as a function, where the module's kind is known (`direct_output`, the fastest: a call of a tuned module is
+made thousands of times in a training step, and on a fast GPU the time that Python takes for it is not hidden); by a
+`twin`, a shallow copy of the module; and by PyTorch's `functional_call`, where a twin will not do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules import module as for_all_modules
+from transformers.pytorch_utils import Conv1D
+
+
+def _linear(module: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return F.linear(x, weight, bias)
+
+
+def _layer_norm(module: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return F.layer_norm(x, module.normalized_shape, weight, bias, module.eps)
+
+
+def _conv1d(module: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    out = torch.addmm(bias, x.view(-1, x.size(-1)), weight)
+    return out.view(*x.shape[:-1], module.nf)
+
+
+DIRECT: dict[type[nn.Module], Callable[..., Tensor]] = {
+    nn.Linear: _linear,
+    nn.LayerNorm: _layer_norm,
+    Conv1D: _conv1d,
+}
+"""How these modules compute with a given weight and bias. Subclasses may do otherwise, so they are not meant."""
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether anything else happens in a call of the module than its class's own forward."""
+    return bool(
+        "forward" in module.__dict__
+        or module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or for_all_modules._global_forward_hooks
+        or for_all_modules._global_forward_pre_hooks
+        or for_all_modules._global_backward_hooks
+        or for_all_modules._global_backward_pre_hooks
+    )
+
+
+def direct_output(base: Any, copies: Any, x: Tensor) -> Tensor | None:
+    """The output of a module with some tensors replaced, if its kind is known and nothing else happens in its call.
+
+    This is the path of nearly all calls, and written for speed: it reads the tables of PyTorch's modules.
+
+    Args:
+        base: The module.
+        copies: A module that holds the replacements among its parameters; None if there are none.
+        x: The input.
+
+    Returns:
+        The output; None if the module has to be called.
+    """
+    compute = DIRECT.get(type(base))
+    if compute is None or copies is None or has_hooks(base):
+        return None
+    own = base._parameters
+    if own.get("weight") is None:  # FSDP1 takes parameters out of the tables
+        return None
+    tensors = []
+    for name in ("weight", "bias"):
+        tensor = copies._parameters.get(name)
+        if tensor is None:
+            tensor = own[name]
+        else:
+            dtype = (own["weight"] if own[name] is None else own[name]).dtype
+            if tensor.dtype is not dtype:
+                if not torch.is_grad_enabled():
+                    return None  # the other path keeps the cast copy
+                tensor = tensor.to(dtype)
+        tensors.append(tensor)
+    return compute(base, x, *tensors)
+
+
+def twin(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> nn.Module:
+    """A shallow copy of a module in which the named tensors are others; everything else is shared.
+
+    Args:
+        module: Any module; it is not changed.
+        tensors: Replacements by name, as in `named_parameters()`.
+
+    Example:
+
+        >>> linear = nn.Linear(2, 2)
+        >>> twin(linear, {"bias": torch.zeros(2)}).weight is linear.weight
+        True
+    """
+    copy = object.__new__(type(module))
+    copy.__dict__ = module.__dict__.copy()
+    here: dict[str, dict[str, torch.Tensor]] = {}
+    below: dict[str, dict[str, torch.Tensor]] = {}
+    for name, tensor in tensors.items():
+        child, _, rest = name.partition(".")
+        if rest:
+            below.setdefault(child, {})[rest] = tensor
+            continue
+        here.setdefault("_buffers" if name in module._buffers else "_parameters", {})[name] = tensor
+        if name in module.__dict__:  # FSDP1 shadows a parameter by an attribute of the instance
+            copy.__dict__[name] = tensor
+    for table, replacements in here.items():
+        own = module.__dict__[table]
+        # one by one, for ZeRO-3 gathers a tensor that is read
+        copy.__dict__[table] = {name: replacements[name] if name in replacements else own[name] for name in own}
+    if "ds_id" in module.__dict__:
+        _drop_hooks_of_zero3(copy)
+    if below:
+        copy.__dict__["_modules"] = module._modules.copy()
+        for child, replacements in below.items():
+            copy._modules[child] = twin(module.get_submodule(child), replacements)
+    return copy
+
+
+def _drop_hooks_of_zero3(copy: nn.Module) -> None:
+    """ZeRO-3's hooks gather the tensors of the original, and count the original's calls."""
+    for table in ("_forward_pre_hooks", "_forward_hooks"):
+        hooks = copy.__dict__[table].items()
+        copy.__dict__[table] = {key: hook for key, hook in hooks if not hook.__module__.startswith("deepspeed")}
+
+
+class FunctionalModule:
+    """A module that computes with other tensors where a twin will not do."""
+
+    def __init__(self, module: nn.Module, tensors: Mapping[str, torch.Tensor]):
+        self.module, self.tensors = module, dict(tensors)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return torch.func.functional_call(self.module, self.tensors, args, kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return self.tensors[name] if name in self.tensors else getattr(self.module, name)
+
+
+def run_by_rows(
+    base: nn.Module,
+    module_for: Callable[[str], Callable[..., Any]],
+    adapter_names: Sequence[str],
+    args: tuple,
+    kwargs: Mapping[str, Any],
+) -> Any:
+    """Run a module on each adapter's rows with that adapter's tensors.
+
+    Args:
+        base: The module; it must turn one tensor of shape (rows, ...) into another.
+        module_for: Gives what computes for an adapter.
+        adapter_names: The adapter of each row.
+        args: The positional arguments of the call.
+        kwargs: The keyword arguments of the call.
+
+    Raises:
+        TypeError: The module takes or gives something else than one tensor with the rows first.
+    """
+    if len(set(adapter_names)) == 1:
+        return module_for(adapter_names[0])(*args, **kwargs)
+    kind = type(base).__name__
+    is_one_tensor = len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor)
+    if not is_one_tensor or any(True for _ in base.children()):
+        raise TypeError(
+            f"A {kind} takes more than one tensor, so the rows of different adapters cannot be told apart in it. Run "
+            "a batch per adapter, or tune other modules."
+        )
+    x = args[0]
+    if len(x) != len(adapter_names):
+        raise TypeError(
+            f"A {kind} sees {len(x)} rows where the batch has {len(adapter_names)} (experts see flattened tokens, "
+            "position embeddings one row for all), so the rows of different adapters cannot be told apart in it. Run "
+            "a batch per adapter, or tune other modules."
+        )
+    out = None
+    for name in dict.fromkeys(adapter_names):
+        rows = torch.tensor([i for i, other in enumerate(adapter_names) if other == name], device=x.device)
+        part = module_for(name)(x[rows])
+        if not isinstance(part, torch.Tensor) or len(part) != len(rows):
+            raise TypeError(
+                f"A {kind} does not give one output per row, so the rows of different adapters cannot be told apart "
+                "in it. Run a batch per adapter."
+            )
+        out = part.new_empty(len(x), *part.shape[1:]) if out is None else out
+        out[rows] = part
+    return out
