@@ -21,8 +21,9 @@ OWN_TENSORS = "own_tensors"
 SURGICAL, STRATIFIED = "surgical_params", "lora_tuned"  # the containers of copies, by method
 CONTAINERS = (SURGICAL, STRATIFIED)
 
-WRAPPERS = ("_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module")
-_WRAPPER = re.compile(rf"(?:(?<=\.)|^)(?:{'|'.join(WRAPPERS)})(?:\.|$)")
+_BY_ENGINES = "_fsdp_wrapped_module|_checkpoint_wrapped_module"  # the state of a model is without these
+_ENGINE = re.compile(rf"(?:(?<=\.)|^)(?:{_BY_ENGINES})(?:\.|$)")
+_WRAPPER = re.compile(rf"(?:(?<=\.)|^)(?:{_BY_ENGINES}|_orig_mod)(?:\.|$)")
 _WRAPPED_COPY = re.compile(rf"\.base_layer\.({'|'.join(CONTAINERS)})\.")
 _COPY = re.compile(
     rf"(?P<path>.+?)(?P<in_place>\.{OWN_TENSORS})?\.(?P<container>{'|'.join(CONTAINERS)})\.(?P<tensor>[^.]+)"
@@ -93,6 +94,11 @@ def without_wrappers(name: str) -> str:
         'layer.0.dense.weight'
     """
     return _WRAPPER.sub("", name).removesuffix(".")
+
+
+def without_engines(name: str) -> str:
+    """A path in a model as its state has it: without what engines wrap around modules, with what compilation does."""
+    return _ENGINE.sub("", name).removesuffix(".")
 
 
 def base_path(path: str) -> str:

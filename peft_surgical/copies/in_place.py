@@ -18,6 +18,8 @@ class TunedInPlace(TunedModule):
     wrapped: this module becomes its child, and the layer's `forward` is called with the twin as `self`.
     """
 
+    is_in_place = True
+
     def _set_base_layer(self, base_layer: nn.Module) -> None:
         if "forward" in base_layer.__dict__:
             raise ValueError(

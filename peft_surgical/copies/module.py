@@ -17,7 +17,7 @@ from torch import nn
 
 from peft_surgical.copies.compute import FunctionalModule, direct_output, run_by_rows, twin
 from peft_surgical.copies.tensors import TunedNormTensors, TunedTensors
-from peft_surgical.names import SURGICAL
+from peft_surgical.names import SURGICAL, CopyName, base_path
 
 
 class TunedModule(nn.Module, BaseTunerLayer):
@@ -47,6 +47,8 @@ class TunedModule(nn.Module, BaseTunerLayer):
 
     adapter_layer_names: tuple[str, ...] = (SURGICAL,)
     other_param_names: tuple[str, ...] = ()
+    is_in_place = False
+    """Whether the tuned module holds this one as a child, instead of being wrapped."""
     base_layer: nn.Module
 
     def __init__(
@@ -121,6 +123,15 @@ class TunedModule(nn.Module, BaseTunerLayer):
         """Forget an adapter's copies, also those that are kept cast for inference."""
         del self.tuned[adapter_name]
         self._cast = (None, {})
+
+    def copy_name(self, path: str, name: str) -> CopyName:
+        """What an adapter's copy of a tensor is called.
+
+        Args:
+            path: This module's path in the model.
+            name: The tensor's name in the module.
+        """
+        return CopyName(base_path(path), name, self.adapter_layer_names[0], self.is_in_place)
 
     # ---- computing
 

@@ -17,6 +17,7 @@ from peft_surgical.copies.in_place import TunedInPlace
 from peft_surgical.copies.module import TunedModule
 from peft_surgical.files.encoding import Shape, difference
 from peft_surgical.files.encodings import ENCODINGS, find_encoding
+from peft_surgical.names import as_attribute, without_engines
 
 
 SEPARATOR = ":"
@@ -217,10 +218,10 @@ def _bases(
     for path, module in model.named_modules():
         if not isinstance(module, TunedModule) or adapter_name not in module.tuned:
             continue
-        path = path.replace("_fsdp_wrapped_module.", "")
+        path = without_engines(path)
         owner = path.rpartition(".")[0] if isinstance(module, TunedInPlace) else f"{path}.base_layer"
         for name in module.tuned[adapter_name].names:
             base = module.original(name)
             if not module.merged:  # a gathered state has the whole tensor where the module holds a shard
                 base = state.get(f"{owner}.{name}", base)
-            yield f"{path}.{module.adapter_layer_names[0]}.{adapter_name}.{name.replace('.', '|')}", base
+            yield f"{path}.{module.adapter_layer_names[0]}.{adapter_name}.{as_attribute(name)}", base

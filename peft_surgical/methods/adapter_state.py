@@ -10,6 +10,8 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import ModulesToSaveWrapper
 from torch import nn
 
+from peft_surgical.names import PREFIX, without_engines, without_wrappers
+
 
 def embedding_tensors(model: nn.Module) -> set[str]:
     """The embeddings' tensors by their names in a file; PEFT saves them along on demand or if they were resized."""
@@ -18,17 +20,16 @@ def embedding_tensors(model: nn.Module) -> set[str]:
         embedding = getattr(model, get, lambda: None)()
         for path, module in model.named_modules():
             if module is embedding and module is not None:
-                path = path.removeprefix("base_model.model.")
+                path = without_wrappers(path).removeprefix(PREFIX)
                 # inside the wrapper of an adapter if they are tuned themselves
                 for name in module.state_dict():
-                    found.update({f"base_model.model.{path}.{name}", f"base_model.model.{path}.base_layer.{name}"})
+                    found.update({f"{PREFIX}{path}.{name}", f"{PREFIX}{path}.base_layer.{name}"})
     return found
 
 
 def prefix_of_peft_model(names: Iterable[str]) -> str:
     """What a `PeftModel` puts before the names of its base model's tensors; empty if these are not a `PeftModel`'s."""
-    prefix = "base_model.model."
-    return prefix if any(name.startswith(prefix) for name in names) else ""
+    return PREFIX if any(name.startswith(PREFIX) for name in names) else ""
 
 
 def live_tensors(model: nn.Module, adapter_name: str) -> dict[str, torch.Tensor]:
@@ -44,7 +45,7 @@ def live_tensors(model: nn.Module, adapter_name: str) -> dict[str, torch.Tensor]
             if adapter_name not in table:
                 continue
             entry = table[adapter_name]
-            prefix = f"{path}.{name}.{adapter_name}".replace("_fsdp_wrapped_module.", "")
+            prefix = without_engines(f"{path}.{name}.{adapter_name}")
             if isinstance(entry, nn.Module):
                 found.update({f"{prefix}.{key}": value for key, value in entry.state_dict().items()})
             else:

@@ -27,7 +27,7 @@ from peft_surgical.layer_specs import LayerSpec
 from peft_surgical.methods.adapter_state import live_tensors
 from peft_surgical.methods.combine import united_config
 from peft_surgical.methods.tuner import DeltaTuner
-from peft_surgical.names import OWN_TENSORS
+from peft_surgical.names import OWN_TENSORS, PREFIX, CopyName, as_in_file, without_wrappers
 
 
 def prepare_model_for_hotswap(
@@ -108,7 +108,7 @@ def swap_in(model: nn.Module, state: Mapping[str, torch.Tensor], adapter_name: s
     tuner._prepare_model(config, tuner.model)
     state = {config.present_name(name): tensor for name, tensor in state.items()}
     state = decode_state(_peft_model(model), adapter_name, state, tuner._remove_adapter_name_from_key)
-    lora = {name: tensor for name, tensor in state.items() if ".lora_" in name and ".lora_tuned." not in name}
+    lora = {name: tensor for name, tensor in state.items() if ".lora_" in name and CopyName.parse(name) is None}
     copies = {name: tensor for name, tensor in state.items() if name not in lora}
     pairs = list(_pairs(tuner, adapter_name, copies))
     _check_pairs(pairs, copies, adapter_name)
@@ -134,14 +134,13 @@ Pair = tuple[str, torch.Tensor, torch.Tensor]
 def _pairs(tuner: Any, adapter_name: str, state: Mapping[str, torch.Tensor]) -> Iterator[Pair]:
     for path, module in tuner.model.named_modules():
         if isinstance(module, TunedModule) and adapter_name in module.tuned:
-            place = _in_file(f"base_model.model.{path}.{module.adapter_layer_names[0]}")
             for name in module.tuned[adapter_name].names:
-                key = f"{place}.{name.replace('.', '|')}"
+                key = module.copy_name(path, name).in_file
                 yield key, module.tuned[adapter_name][name], state.get(key, module.original(name))
         elif isinstance(module, ModulesToSaveWrapper) and adapter_name in module.modules_to_save:
             base = module.original_module.state_dict()
             for name, target in module.modules_to_save[adapter_name].state_dict().items():  # type: ignore[operator]
-                key = f"base_model.model.{path}.{name}"
+                key = f"{PREFIX}{without_wrappers(path)}.{name}"
                 yield key, target, state.get(key, base[name])
 
 
@@ -161,15 +160,15 @@ def _check_pairs(pairs: Sequence[Pair], state: Mapping[str, torch.Tensor], adapt
 
 
 def _make_room(tuner: Any, adapter_name: str, united: Any) -> None:
-    before = {_in_file(name): tensor.clone() for name, tensor in live_tensors(tuner.model, adapter_name).items()}
+    before = {as_in_file(name): tensor.clone() for name, tensor in live_tensors(tuner.model, adapter_name).items()}
     for path in dict.fromkeys([*united.resolution.copies, *united.resolution.lora]):
         parent, target, target_name = _get_submodules(tuner.model, path)
         if not _has_room(target, path, adapter_name, united):
             tuner._create_and_replace(united, adapter_name, target, target_name, parent, current_key=path)
     with torch.no_grad():
         for name, tensor in live_tensors(tuner.model, adapter_name).items():
-            if _in_file(name) in before:
-                tensor.copy_(before[_in_file(name)])
+            if as_in_file(name) in before:
+                tensor.copy_(before[as_in_file(name)])
     tuner._cast_adapter_dtype(adapter_name, torch.float32 in {tensor.dtype for tensor in before.values()})
     tuner.set_adapter(tuner.active_adapters, inference_mode=united.inference_mode)
 
@@ -180,11 +179,6 @@ def _has_room(target: nn.Module, path: str, adapter_name: str, united: Any) -> b
     has_lora = isinstance(target, LoraLayer) and adapter_name in target.r
     wanted = united.resolution.copies.get(path, ())
     return set(wanted) <= set(names) and (has_lora or path not in united.resolution.lora)
-
-
-def _in_file(name: str) -> str:
-    """A tensor's name without the wrapper that LoRA puts around copies."""
-    return name.replace(".base_layer.", ".")
 
 
 def _with_layers(config: Any, layers: LayerSpec) -> Any:

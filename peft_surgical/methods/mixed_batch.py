@@ -12,7 +12,7 @@ from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn
 
-from peft_surgical.copies.in_place import TunedInPlace
+from peft_surgical.copies.module import TunedModule
 
 
 BASE = "__base__"
@@ -79,7 +79,7 @@ def _check(tuner: Any, used: Sequence[str]) -> None:
     if kind in _ROWS_NOT_FIRST:
         raise TypeError(f"{kind} does not keep the rows of a batch first, so adapter_names cannot be used with it.")
     for path, module in tuner.model.named_modules():
-        if isinstance(module, TunedInPlace) and any(name in module.tuned for name in used):
+        if isinstance(module, TunedModule) and module.is_in_place and any(name in module.tuned for name in used):
             raise TypeError(
                 f"The layer {path.rpartition('.')[0]} has tuned parameters of its own, which all rows share."
             )

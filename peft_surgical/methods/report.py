@@ -11,6 +11,7 @@ from torch import nn
 from peft_surgical.copies.module import TunedModule
 from peft_surgical.copies.select import owners
 from peft_surgical.layers import Layer, find_stacks
+from peft_surgical.names import base_path
 
 
 @dataclass(frozen=True)
@@ -135,7 +136,7 @@ def _frozen(layer: Layer | None, trained: Sequence[str]) -> tuple[str, ...]:
 
 def _readable(name: str, containers: Mapping[str, bool]) -> str:
     """A parameter's name without what adapters put in it; `containers` tells which of theirs hold copies."""
-    parts = name.replace("|", ".").split(".")
+    parts = base_path(name).replace("|", ".").split(".")
     kept = []
     skip_next = False
     for part in parts:
@@ -145,6 +146,6 @@ def _readable(name: str, containers: Mapping[str, bool]) -> str:
             skip_next = True  # the adapter's name
             if not containers.get(part, True):
                 kept.append(part)
-        elif part not in ("base_layer", "own_tensors"):
+        else:
             kept.append(part)
     return ".".join(kept)
