@@ -16,10 +16,10 @@ from peft import LoraConfig, PeftConfig, PeftModel
 from peft.tuners.lora.layer import LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import hotswap
-from peft.utils.other import ModulesToSaveWrapper, _get_submodules
-from peft.utils.save_and_load import _insert_adapter_name_into_state_dict
+from peft.utils.other import ModulesToSaveWrapper
 from torch import nn
 
+from peft_surgical.compat import get_submodules, insert_adapter_name
 from peft_surgical.copies.module import TunedModule
 from peft_surgical.copies.select import innermost_tuned
 from peft_surgical.files.encoded_state import decode_state
@@ -123,7 +123,7 @@ def swap_in(model: nn.Module, state: Mapping[str, torch.Tensor], adapter_name: s
 def _swap_lora(model: nn.Module, state: Mapping[str, torch.Tensor], adapter_name: str, config: Any) -> None:
     """Let PEFT swap LoRA's matrices and scalings; those of modules that are not in the state become zero."""
     if isinstance(config, LoraConfig):
-        named = _insert_adapter_name_into_state_dict(dict(state), adapter_name, "lora_")
+        named = insert_adapter_name(dict(state), adapter_name, "lora_")
         inspect.unwrap(hotswap.hotswap_adapter_from_state_dict)(model, named, adapter_name, config)
 
 
@@ -162,7 +162,7 @@ def _check_pairs(pairs: Sequence[Pair], state: Mapping[str, torch.Tensor], adapt
 def _make_room(tuner: Any, adapter_name: str, united: Any) -> None:
     before = {as_in_file(name): tensor.clone() for name, tensor in live_tensors(tuner.model, adapter_name).items()}
     for path in dict.fromkeys([*united.resolution.copies, *united.resolution.lora]):
-        parent, target, target_name = _get_submodules(tuner.model, path)
+        parent, target, target_name = get_submodules(tuner.model, path)
         if not _has_room(target, path, adapter_name, united):
             tuner._create_and_replace(united, adapter_name, target, target_name, parent, current_key=path)
     with torch.no_grad():

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from peft.tuners.tuners_utils import _ExcludedModule, check_target_module_exists
+from peft.tuners.tuners_utils import check_target_module_exists
+
+from peft_surgical.compat import ExcludedModule
 
 
 @dataclass
@@ -29,6 +31,6 @@ def is_excluded(path: str, config: Any) -> bool:
     matching = Matching([], config.exclude_modules, None)
     parts = path.split(".")
     return any(
-        isinstance(check_target_module_exists(matching, ".".join(parts[: i + 1])), _ExcludedModule)
+        isinstance(check_target_module_exists(matching, ".".join(parts[: i + 1])), ExcludedModule)
         for i in range(len(parts))
     )

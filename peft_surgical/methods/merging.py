@@ -5,10 +5,11 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
-from peft.tuners.tuners_utils import BaseTunerLayer, _check_adapters_not_merged
-from peft.utils.other import AuxiliaryTrainingWrapper, _get_submodules
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import AuxiliaryTrainingWrapper
 from tqdm import tqdm
 
+from peft_surgical.compat import check_adapters_not_merged, get_submodules
 from peft_surgical.copies.in_place import TunedInPlace
 from peft_surgical.copies.ties import admit_untied_embeddings, forget_originals
 
@@ -35,7 +36,7 @@ def unload(tuner: Any, merge: bool, progressbar: bool, safe_merge: bool, adapter
         if isinstance(module, TunedInPlace) or any(name.startswith(f"{outer}.") for outer in done):
             continue
         done.append(name)
-        parent, _, child_name = _get_submodules(tuner.model, name)
+        parent, _, child_name = get_submodules(tuner.model, name)
         if isinstance(module, AuxiliaryTrainingWrapper) and not merge:
             plain = module.original_module  # PEFT itself would leave the trained head in the base
         elif hasattr(module, "unload_and_optionally_merge_module"):
@@ -58,7 +59,7 @@ def delete_adapter(tuner: Any, adapter_name: str) -> None:
     """Delete one adapter; see `DeltaTuner.delete_adapter`."""
     if adapter_name not in tuner.peft_config:
         raise ValueError(f"Adapter {adapter_name} does not exist. Adapters: {', '.join(tuner.peft_config)}.")
-    _check_adapters_not_merged(tuner.model, adapter_name)
+    check_adapters_not_merged(tuner.model, adapter_name)
     was_active = adapter_name in tuner.active_adapters
     remaining = [name for name in tuner.active_adapters if name != adapter_name]
     del tuner.peft_config[adapter_name]

@@ -1,8 +1,9 @@
-"""Make this package's methods known to PEFT. The only file that touches PEFT's enum and method tables."""
+"""Make this package's methods known to PEFT: its tables of methods, its loading and its hot swap."""
 
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -14,15 +15,8 @@ from peft.utils import hotswap, register_peft_method
 from peft.utils.peft_types import PeftType
 from torch import nn
 
-
-# what the tuners of this package override or call; a PEFT without them would ignore the overrides in silence
-_REQUIRED = (
-    "_prepare_model",
-    "_check_target_module_exists",
-    "_create_and_replace",
-    "_get_adapter_state_dict",
-    "_remap_adapter_state_dict_for_load",
-)
+from peft_surgical.compat import add_peft_type
+from peft_surgical.methods.config import sources
 
 
 SwapIn = Callable[[nn.Module, Mapping[str, torch.Tensor], str, PeftConfig], None]
@@ -38,13 +32,7 @@ def register_method(name: str, config_cls: type[PeftConfig], model_cls: type[Bas
         config_cls: The class of its configs.
         model_cls: The class of its tuner.
         prefix: What the names of its trained tensors contain; `model_cls.prefix`.
-
-    Raises:
-        ImportError: The installed PEFT is not one that this package knows how to extend.
     """
-    missing = [attribute for attribute in _REQUIRED if not hasattr(BaseTuner, attribute)]
-    if missing:
-        raise _unknown_peft(f"peft.tuners.tuners_utils.BaseTuner has no {missing[0]}")
     peft_type = add_peft_type(name)
     if peft_type in PEFT_TYPE_TO_CONFIG_MAPPING:
         from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
@@ -55,29 +43,22 @@ def register_method(name: str, config_cls: type[PeftConfig], model_cls: type[Bas
     register_peft_method(name=name.lower(), config_cls=config_cls, model_cls=model_cls, prefix=prefix)
 
 
-def load_on_cpu(name: str) -> None:
-    """Let PEFT read the files of one method to the CPU, from where each tensor goes straight to its module's device.
+def load_on_cpu() -> None:
+    """Let PEFT read the files of this package to the CPU, from where each tensor goes to its module's device.
 
-    PEFT itself reads them to the first accelerator that it finds, in every process and wherever the model is.
-
-    Args:
-        name: The method's name in capitals.
+    PEFT itself reads them to the first accelerator that it finds, in every process and wherever the model is. Adapters
+    of other methods are read as before: those of this package are told by where their configs were read from.
     """
     original: Any = peft_model.load_peft_weights
-    if not hasattr(original, "on_cpu"):
+    if not hasattr(original, "sources"):
 
         @functools.wraps(original)
-        def by_method(model_id, device=None, *args, **kwargs):
-            source = {key: kwargs[key] for key in ("subfolder", "revision", "cache_dir", "token") if key in kwargs}
-            try:
-                kind = PeftConfig._get_peft_type(model_id, **source)
-            except Exception:  # the original says what is wrong
-                kind = None
-            return original(model_id, "cpu" if kind in by_method.on_cpu else device, *args, **kwargs)  # type: ignore[attr-defined]
+        def by_source(model_id, device=None, *args, **kwargs):
+            is_ours = os.fspath(model_id) in by_source.sources  # type: ignore[attr-defined]
+            return original(model_id, "cpu" if is_ours else device, *args, **kwargs)
 
-        by_method.on_cpu = set()  # type: ignore[attr-defined]
-        peft_model.load_peft_weights = by_method
-    peft_model.load_peft_weights.on_cpu.add(PeftType[name])  # type: ignore[attr-defined]
+        peft_model.load_peft_weights = by_source
+    peft_model.load_peft_weights.sources = sources  # type: ignore[attr-defined]
 
 
 def register_hotswap(name: str, swap_in: SwapIn, model_cls: type[BaseTuner], keys: Sequence[str] = ()) -> None:
@@ -109,30 +90,3 @@ def register_hotswap(name: str, swap_in: SwapIn, model_cls: type[BaseTuner], key
         by_method.swaps = {}  # type: ignore[attr-defined]
         hotswap.hotswap_adapter_from_state_dict = by_method
     hotswap.hotswap_adapter_from_state_dict.swaps[PeftType[name]] = without_adapter_name  # type: ignore[attr-defined]
-
-
-def add_peft_type(name: str) -> PeftType:
-    """Add a member to PEFT's enum of methods; PEFT offers no other way. Idempotent."""
-    if name in PeftType.__members__:
-        return PeftType[name]
-    member: Any = str.__new__(PeftType, name)
-    member._name_ = name
-    member._value_ = name
-    member.__objclass__ = PeftType
-    member._sort_order_ = len(PeftType.__members__)
-    PeftType._member_names_.append(name)
-    PeftType._member_map_[name] = member
-    PeftType._value2member_map_[name] = member
-    type.__setattr__(PeftType, name, member)
-    if PeftType(name) is not member or getattr(PeftType, name) is not member or name not in list(PeftType):
-        raise _unknown_peft("its enum of methods does not take a new member")
-    return member
-
-
-def _unknown_peft(reason: str) -> ImportError:
-    import peft
-
-    return ImportError(
-        f"peft_surgical does not know how to register with peft {peft.__version__}: {reason}. "
-        'Install a version that it supports: pip install -U peft-surgical "peft>=0.21".'
-    )

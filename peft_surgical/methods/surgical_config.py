@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from peft_surgical.compat import add_peft_type
 from peft_surgical.layer_specs import plain_spec
 from peft_surgical.methods.config import DeltaConfig
-from peft_surgical.methods.register import add_peft_type
 
 
 @dataclass

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from peft.tuners.tuners_utils import (
     BaseTunerLayer,
-    _maybe_include_all_linear_layers,
     check_target_module_exists,
 )
 from torch import nn
 
+from peft_surgical.compat import include_all_linear_layers
 from peft_surgical.copies.module import TunedModule
 from peft_surgical.copies.quantised import DequantisedModule, can_be_dequantised, is_quantised
 from peft_surgical.copies.select import bottom, innermost_tuned, matches_any, own_tensor_names, tunable_modules
@@ -41,7 +41,7 @@ class SurgicalModel(DeltaTuner):
                 "top_k=..., or target_modules=[...]."
             )
         if isinstance(config.target_modules, str) and config.target_modules == "all-linear":
-            _maybe_include_all_linear_layers(config, model)
+            include_all_linear_layers(config, model)
         in_place: set[str] = set()
         chosen: dict[str, list[str]] = {}
         for root, module in self._roots(config, model, layers):
@@ -208,5 +208,5 @@ def _quantised(path: str, module: nn.Module, way_out: str) -> ValueError:
 
 
 register_method("SURGICAL", SurgicalConfig, SurgicalModel, SurgicalModel.prefix)
-load_on_cpu("SURGICAL")
+load_on_cpu()
 register_hotswap("SURGICAL", swap_in, SurgicalModel)

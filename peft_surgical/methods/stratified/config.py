@@ -13,9 +13,9 @@ from typing import Any
 
 from peft import LoraConfig
 
+from peft_surgical.compat import add_peft_type
 from peft_surgical.layer_specs import plain_spec
 from peft_surgical.methods.config import DeltaConfig
-from peft_surgical.methods.register import add_peft_type
 from peft_surgical.methods.stratified.attention_names import VARIANTS
 from peft_surgical.methods.stratified.strata_form import BIASES, check_depth_marks, check_form
 from peft_surgical.methods.surgical_config import as_ranking

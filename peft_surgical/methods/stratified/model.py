@@ -14,8 +14,6 @@ from peft.tuners.lora import LoraModel
 from peft.tuners.lora.layer import LoraLayer
 from peft.tuners.tuners_utils import (
     BaseTunerLayer,
-    _ExcludedModule,
-    _maybe_include_all_linear_layers,
     check_target_module_exists,
 )
 from peft.utils.constants import DUMMY_TARGET_MODULES
@@ -23,6 +21,7 @@ from peft.utils.other import get_pattern_key
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from peft_surgical.compat import ExcludedModule, include_all_linear_layers
 from peft_surgical.copies.module import TunedModule
 from peft_surgical.copies.select import base_modules, bottom, matches_any, original_tensor
 from peft_surgical.files.base import check_base
@@ -64,7 +63,7 @@ class StratifiedModel(DeltaTuner, LoraModel):  # type: ignore[misc]
                     "StratifiedConfig does not say what to tune. Give n1=... and n2=..., or strata=[...], or "
                     "target_modules=[...] for LoRA alone."
                 )
-            _maybe_include_all_linear_layers(config, model)
+            include_all_linear_layers(config, model)
             paths = (path for path, _ in base_modules("", model) if check_target_module_exists(config, path))
             return Resolution({}, lora=frozenset(paths))
 
@@ -179,7 +178,7 @@ class StratifiedModel(DeltaTuner, LoraModel):  # type: ignore[misc]
         if key in peft_config.resolution.copies or key in peft_config.resolution.lora:
             return True
         found = check_target_module_exists(Matching([], peft_config.exclude_modules, peft_config.modules_to_save), key)
-        return found if isinstance(found, _ExcludedModule) else False
+        return found if isinstance(found, ExcludedModule) else False
 
     def _create_and_replace(  # type: ignore[override]
         self,
@@ -275,5 +274,5 @@ def _check_head(config: Any) -> None:
 
 
 register_method("STRATIFIED", StratifiedConfig, StratifiedModel, StratifiedModel.prefix)
-load_on_cpu("STRATIFIED")
+load_on_cpu()
 register_hotswap("STRATIFIED", swap_in, StratifiedModel, ["use_rslora", "lora_dropout", "alpha_pattern", "use_dora"])

@@ -1,0 +1,174 @@
+"""Every private name of PEFT, transformers and PyTorch that this package uses, checked when it is imported.
+
+A private name may go with any release. One that is called would fail with a bare AttributeError; worse, a method that
+is overridden here and no longer called there would be ignored in silence. So each is listed, and an unknown release is
+refused with what to do. What a private function *computes* is held by `tests/test_compat.py`.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+import peft
+import torch
+import transformers
+from peft.tuners.lora.layer import LoraLayer
+from peft.utils.other import ModulesToSaveWrapper
+from peft.utils.peft_types import PeftType
+from torch import nn
+
+
+# by the module, or the class in a module, that has them
+PRIVATE_NAMES: dict[str, tuple[str, ...]] = {
+    "peft:PeftConfig": ("_get_peft_type", "_split_kwargs"),
+    "peft:PeftModel": ("_enable_peft_forward_hooks",),
+    "peft.peft_model": ("load_peft_weights",),
+    "peft.mapping": ("PEFT_TYPE_TO_CONFIG_MAPPING", "PEFT_TYPE_TO_TUNER_MAPPING"),
+    "peft.tuners.tuners_utils": (
+        "_ExcludedModule",
+        "_check_adapters_not_merged",
+        "_maybe_include_all_linear_layers",
+        "check_adapters_to_merge",
+        "check_target_module_exists",
+    ),
+    "peft.tuners.tuners_utils:BaseTuner": (
+        "_cast_adapter_dtype",
+        "_check_merge_allowed",
+        "_check_target_module_compatiblity",  # PEFT's spelling
+        "_check_target_module_exists",
+        "_create_and_replace",
+        "_enable_adapter_layers",
+        "_get_adapter_state_dict",
+        "_prepare_adapter_config",
+        "_prepare_model",
+        "_remap_adapter_state_dict_for_load",
+        "_remove_adapter_name_from_key",
+        "_unload_and_optionally_merge",
+    ),
+    "peft.tuners.tuners_utils:BaseTunerLayer": (
+        "_active_adapter",
+        "_all_available_adapter_names",
+        "_disable_adapters",
+        "_move_adapter_to_device_of_base_layer",
+    ),
+    "peft.tuners.lora:LoraModel": (
+        "_create_new_module",
+        "_enable_peft_forward_hooks",
+        "_svd_generalized_task_arithmetic_weighted_adapter",
+    ),
+    "peft.tuners.lora.layer:LoraLayer": ("_get_base_layer_device_and_dtype",),
+    "peft.utils.hotswap": ("CONFIG_KEYS_TO_CHECK", "hotswap_adapter_from_state_dict"),
+    "peft.utils.integrations": ("dequantize_module_weight", "gather_params_ctx"),
+    "peft.utils.other": ("AuxiliaryTrainingWrapper", "_get_submodules"),
+    "peft.utils.save_and_load": ("_insert_adapter_name_into_state_dict",),
+    "transformers:AutoModel": ("_model_mapping",),
+    "transformers:PreTrainedModel": ("_init_weights",),
+    "torch:Tensor": ("_version",),
+    "torch.nn.modules.module": (
+        "_global_backward_hooks",
+        "_global_backward_pre_hooks",
+        "_global_forward_hooks",
+        "_global_forward_pre_hooks",
+    ),
+    "torch.utils._pytree": ("TreeSpec", "tree_flatten", "tree_unflatten"),
+}
+if int(transformers.__version__.partition(".")[0]) >= 5:  # what it converts when it reads a checkpoint
+    PRIVATE_NAMES["transformers.conversion_mapping"] = ("get_model_conversion_mapping",)
+    PRIVATE_NAMES["transformers.core_model_loading"] = ("WeightConverter", "WeightRenaming", "rename_source_key")
+
+
+def require(owner: Any, *names: str) -> None:
+    """Check that a module, class or object has these names.
+
+    Raises:
+        ImportError: It lacks one: the installed release is not one that this package knows.
+
+    Example:
+
+        >>> require(nn.Linear(1, 1), "_parameters")
+    """
+    for name in names:
+        if not hasattr(owner, name):
+            kind = owner if isinstance(owner, type) else type(owner)
+            where = getattr(owner, "__name__", kind.__name__)
+            raise unknown_release(f"{where} has no {name}")
+
+
+def unknown_release(reason: str) -> ImportError:
+    """The error for a release of PEFT, transformers or PyTorch that this package does not know."""
+    return ImportError(
+        f"peft_surgical does not know peft {peft.__version__} with transformers {transformers.__version__} and torch "
+        f"{torch.__version__}: {reason}. Install versions that it supports: "
+        'pip install -U peft-surgical "peft>=0.21,<0.22".'
+    )
+
+
+def check_private_names() -> None:
+    """Check all of `PRIVATE_NAMES`, and the attributes that the instances of some classes have.
+
+    Raises:
+        ImportError: One is missing.
+    """
+    for place, names in PRIVATE_NAMES.items():
+        module, _, cls = place.partition(":")
+        try:
+            owner = import_module(module)
+        except ImportError as error:
+            raise unknown_release(f"there is no {module}") from error
+        require(getattr(owner, cls) if cls else owner, *names)
+    linear = nn.Linear(1, 1, device="meta")
+    require(linear, "_buffers", "_modules", "_non_persistent_buffers_set", "_parameters")
+    require(linear, "_backward_hooks", "_backward_pre_hooks", "_forward_hooks", "_forward_pre_hooks")
+    require(LoraLayer(linear), "_caches", "lora_variant")
+    require(ModulesToSaveWrapper(linear, "adapter"), "_adapters", "modules_to_save", "original_module")
+
+
+def add_peft_type(name: str) -> PeftType:
+    """Add a member to PEFT's enum of methods; PEFT offers no other way. Idempotent.
+
+    Raises:
+        ImportError: Python's enum does not take it.
+    """
+    if name in PeftType.__members__:
+        return PeftType[name]
+    member: Any = str.__new__(PeftType, name)
+    member._name_ = name
+    member._value_ = name
+    member.__objclass__ = PeftType
+    member._sort_order_ = len(PeftType.__members__)
+    PeftType._member_names_.append(name)
+    PeftType._member_map_[name] = member
+    PeftType._value2member_map_[name] = member
+    type.__setattr__(PeftType, name, member)
+    if PeftType(name) is not member or getattr(PeftType, name) is not member or name not in list(PeftType):
+        raise unknown_release("PEFT's enum of methods does not take a new member")
+    return member
+
+
+check_private_names()
+
+# under public names, for the rest of the package
+from peft.tuners.tuners_utils import _check_adapters_not_merged as check_adapters_not_merged  # noqa: E402
+from peft.tuners.tuners_utils import _ExcludedModule as ExcludedModule  # noqa: E402
+from peft.tuners.tuners_utils import _maybe_include_all_linear_layers as include_all_linear_layers  # noqa: E402
+from peft.utils.other import _get_submodules as get_submodules  # noqa: E402
+from peft.utils.save_and_load import _insert_adapter_name_into_state_dict as insert_adapter_name  # noqa: E402
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten  # noqa: E402
+
+
+__all__ = [
+    "PRIVATE_NAMES",
+    "ExcludedModule",
+    "TreeSpec",
+    "add_peft_type",
+    "check_adapters_not_merged",
+    "check_private_names",
+    "get_submodules",
+    "include_all_linear_layers",
+    "insert_adapter_name",
+    "require",
+    "tree_flatten",
+    "tree_unflatten",
+    "unknown_release",
+]
