@@ -88,5 +88,5 @@ class Place:
         for slot in self.slots.values():
             slot.fill(None)
         for module in self._modules:
-            module._cast = (None, {})
+            module._kept.clear()
         self.is_in_model = False

@@ -16,7 +16,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer, check_adapters_to_merge
 from torch import nn
 
 from peft_surgical.copies.compute import FunctionalModule, direct_output, run_by_rows, twin
-from peft_surgical.copies.tensors import TunedNormTensors, TunedTensors
+from peft_surgical.copies.tensors import KeptTensors, TunedNormTensors, TunedTensors
 from peft_surgical.names import SURGICAL, CopyName, base_path
 
 
@@ -30,10 +30,7 @@ class TunedModule(nn.Module, BaseTunerLayer):
         base_layer: The module to wrap. It is never written to, except by `merge`.
         adapter_name: The first adapter.
         names: The parameters and buffers to copy, by their name in the module.
-        init_weights: Whether the copies start as the base's values. False adds noise, for tests.
-        inference_mode: Whether the copies stay frozen.
-        shared: Copies made so far for this adapter, by `id` of the base's parameter. Parameters that are tied in the
-            base stay tied in the adapter.
+        options: As in `update_layer`.
 
     Example:
 
@@ -51,16 +48,7 @@ class TunedModule(nn.Module, BaseTunerLayer):
     """Whether the tuned module holds this one as a child, instead of being wrapped."""
     base_layer: nn.Module
 
-    def __init__(
-        self,
-        base_layer: nn.Module,
-        adapter_name: str,
-        names: Sequence[str],
-        *,
-        init_weights: bool = True,
-        inference_mode: bool = False,
-        shared: dict[int, nn.Parameter] | None = None,
-    ):
+    def __init__(self, base_layer: nn.Module, adapter_name: str, names: Sequence[str], **options: Any):
         super().__init__()
         self._set_base_layer(base_layer)
         setattr(self, self.adapter_layer_names[0], nn.ModuleDict())
@@ -69,10 +57,10 @@ class TunedModule(nn.Module, BaseTunerLayer):
         self.merged_adapters: list[str] = []
         self._originals: dict[str, torch.Tensor] = {}  # the base's own values while an adapter is merged
         self.untied: dict[str, nn.Parameter] = {}  # the base's parameters that others use too: no merge changes them
-        self._cast: tuple[object, dict[str, torch.Tensor]] = (None, {})
+        self._kept = KeptTensors()
         self.in_features = getattr(base_layer, "in_features", None)
         self.out_features = getattr(base_layer, "out_features", None)
-        self.update_layer(adapter_name, names, init_weights=init_weights, inference_mode=inference_mode, shared=shared)
+        self.update_layer(adapter_name, names, **options)
         self.train(base_layer.training)
 
     def _set_base_layer(self, base_layer: nn.Module) -> None:
@@ -92,7 +80,16 @@ class TunedModule(nn.Module, BaseTunerLayer):
         inference_mode: bool = False,
         shared: dict[int, nn.Parameter] | None = None,
     ) -> None:
-        """Add an adapter, or start an existing one afresh, from the base's own values (also while one is merged)."""
+        """Add an adapter, or start an existing one afresh, from the base's own values (also while one is merged).
+
+        Args:
+            adapter_name: The adapter.
+            names: The tensors to copy, by their name in the module.
+            init_weights: Whether the copies start as the base's values. False adds noise, for tests.
+            inference_mode: Whether the copies stay frozen.
+            shared: Copies made so far for this adapter, by `id` of the base's parameter, so that parameters that are
+                tied in the base stay tied in the adapter.
+        """
         shared = {} if shared is None else shared
         copies: dict[str, torch.Tensor] = {}
         for name in names:
@@ -110,19 +107,9 @@ class TunedModule(nn.Module, BaseTunerLayer):
         self.tuned[adapter_name].requires_grad_(adapter_name in self.active_adapters and not inference_mode)
 
     def put(self, adapter_name: str, copies: Mapping[str, torch.Tensor]) -> None:
-        """Make tensors an adapter's copies as they are.
-
-        Args:
-            adapter_name: The adapter, a new one or not.
-            copies: Its copies by their name in the module.
-        """
+        """Make these tensors, by their name in the module, an adapter's copies."""
         entry_cls = TunedNormTensors if isinstance(self.base_layer, nn.LayerNorm) else TunedTensors
         self.tuned[adapter_name] = entry_cls(copies).train(self.training)
-
-    def take(self, adapter_name: str) -> None:
-        """Forget an adapter's copies, also those that are kept cast for inference."""
-        del self.tuned[adapter_name]
-        self._cast = (None, {})
 
     def copy_name(self, path: str, name: str) -> CopyName:
         """What an adapter's copy of a tensor is called.
@@ -192,17 +179,9 @@ class TunedModule(nn.Module, BaseTunerLayer):
         copies = {
             name: [self.tuned[a][name] for a in adapters if name in self.tuned[a]] for name in self._names(adapters)
         }
-        if torch.is_grad_enabled() and any(t.requires_grad for ts in copies.values() for t in ts):
-            return self._combine(copies)
         if torch.compiler.is_compiling():
             return self._combine(copies)
-        # outside training a cast or a sum is paid for once per switch; the versions tell when a copy was written to
-        stamp = tuple((id(t), t._version, t.data_ptr()) for ts in copies.values() for t in ts)
-        kept = self._cast
-        if kept[0] != stamp:
-            with torch.inference_mode(False), torch.no_grad():
-                kept = self._cast = (stamp, self._combine(copies))
-        return kept[1]
+        return self._kept.get([self.tuned[a] for a in adapters], copies, self._combine)
 
     def _names(self, adapters: Iterable[str]) -> list[str]:
         return list(dict.fromkeys(name for a in adapters for name in self.tuned[a].names))
@@ -271,6 +250,8 @@ class TunedModule(nn.Module, BaseTunerLayer):
             return
         with torch.no_grad():
             merged = self.tensors_of([*self.merged_adapters, *names])
+            # not the adapter's own tensors: who writes to the merged base must not change the adapter
+            merged = {name: value.clone() for name, value in merged.items()}
             for name, value in merged.items():
                 if safe_merge and not torch.isfinite(value).all():
                     raise ValueError(

@@ -1,13 +1,17 @@
-"""One adapter's copies of a module's tensors."""
+"""One adapter's copies of a module's tensors, and what is kept of them cast for inference."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import nn
 
 from peft_surgical.names import as_attribute
+
+
+_numbers = itertools.count()
 
 
 class TunedTensors(nn.Module):
@@ -21,6 +25,7 @@ class TunedTensors(nn.Module):
     def __init__(self, tensors: Mapping[str, torch.Tensor]):
         nn.Module.__init__(self)
         self.names = tuple(tensors)
+        self.number = next(_numbers)  # that no two entries share
         for name, tensor in tensors.items():
             if isinstance(tensor, nn.Parameter):
                 self.register_parameter(as_attribute(name), tensor)
@@ -43,3 +48,36 @@ class TunedNormTensors(TunedTensors, nn.LayerNorm):
 
     def extra_repr(self) -> str:
         return ""
+
+
+class KeptTensors:
+    """What was computed from copies outside training, a cast or a sum, so that inference pays for it once per switch.
+
+    Nothing is kept of copies that may be trained: an optimizer, or an average of weights that is swapped in, may write
+    to `.data`, which no version tells. Nor of those made in inference mode, which have no versions.
+    """
+
+    def __init__(self) -> None:
+        # one tuple, so that threads see both halves of one answer
+        self._kept: tuple[object, dict[str, torch.Tensor]] = (None, {})
+
+    def get(
+        self,
+        entries: Sequence[TunedTensors],
+        copies: Mapping[str, Sequence[torch.Tensor]],
+        compute: Callable[[Mapping[str, Sequence[torch.Tensor]]], dict[str, torch.Tensor]],
+    ) -> dict[str, torch.Tensor]:
+        """What `compute` gives for these copies, which are the entries'; computed again if they have changed."""
+        tensors = [tensor for of_name in copies.values() for tensor in of_name]
+        if any(tensor.requires_grad or tensor.is_inference() for tensor in tensors):
+            return compute(copies)
+        made_of = (*(entry.number for entry in entries), *((t._version, t.data_ptr()) for t in tensors))
+        kept = self._kept
+        if kept[0] != made_of:
+            with torch.inference_mode(False), torch.no_grad():
+                kept = self._kept = (made_of, compute(copies))
+        return kept[1]
+
+    def clear(self) -> None:
+        """Let go of what is kept."""
+        self._kept = (None, {})

@@ -19,9 +19,8 @@ from peft_surgical.copies.select import bottom, innermost_tuned, matches_any, ow
 from peft_surgical.layer_specs import LayerSpec
 from peft_surgical.layers import Layer, plain_layers, resolve_layers, unwrap
 from peft_surgical.methods.hotswap import swap_in
-from peft_surgical.methods.matching import Matching, is_excluded
 from peft_surgical.methods.register import load_on_cpu, register_hotswap, register_method
-from peft_surgical.methods.resolution import Resolution
+from peft_surgical.methods.resolve import Matching, Resolution, is_excluded
 from peft_surgical.methods.surgical_config import SurgicalConfig, as_ranking
 from peft_surgical.methods.tuner import DeltaTuner
 from peft_surgical.names import OWN_TENSORS

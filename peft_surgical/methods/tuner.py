@@ -27,17 +27,14 @@ from peft_surgical.files.base import (
     check_file,
     describe_base,
 )
-from peft_surgical.methods.adapter_state import live_tensors
+from peft_surgical.methods.before_training import BackwardStart, frozen_statistics, warn_of_surprises
 from peft_surgical.methods.combine import add_weighted_adapter
-from peft_surgical.methods.gradient_checkpointing import BackwardStart
 from peft_surgical.methods.heads import apply_label_settings, head_names, head_shapes, label_settings, resize_heads
-from peft_surgical.methods.matching import Matching
 from peft_surgical.methods.merging import delete_adapter, unload
 from peft_surgical.methods.mixed_batch import adapter_names_in_forward
 from peft_surgical.methods.report import TuningReport, tuning_report
-from peft_surgical.methods.resolution import Resolution
-from peft_surgical.methods.saved_state import SavedState
-from peft_surgical.methods.trained_set import frozen_statistics, warn_of_surprises
+from peft_surgical.methods.resolve import Matching, Resolution
+from peft_surgical.methods.saving import SavedState, live_tensors
 from peft_surgical.names import OWN_TENSORS, PREFIX, without_wrappers
 
 

@@ -182,7 +182,7 @@ def test_batch_norm_statistics_belong_to_the_adapter():
 def test_the_kept_cast_follows_every_write_to_the_copy(dtype):
     base = nn.Linear(4, 4).to(dtype)
     tuned = TunedModule(base, "a", ["weight", "bias"])
-    tuned.tuned["a"].float()
+    tuned.tuned["a"].float().requires_grad_(False)
     x = torch.randn(2, 4, dtype=dtype)
 
     def expected():
@@ -200,10 +200,62 @@ def test_the_kept_cast_follows_every_write_to_the_copy(dtype):
         assert torch.equal(tuned(x), expected())
     with torch.inference_mode():
         kept = tuned(x)
-    tuned.requires_grad_(False)
     y = x.clone().requires_grad_(True)
     tuned(y).sum().backward()  # a tensor that was kept in inference mode could not be saved for this
     assert torch.equal(tuned(y), kept)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", [nn.Linear, nn.LayerNorm, nn.Embedding])
+def test_writes_through_data_to_what_is_trained_are_seen(dtype, kind):
+    """As an average of weights (EMA) is swapped in for evaluation, and as some optimizers write."""
+    base = kind(4, 4).to(dtype) if kind is not nn.LayerNorm else kind(4).to(dtype)
+    tuned = TunedModule(base, "a", ["weight"])
+    tuned.tuned["a"].float()
+    x = torch.arange(4) if kind is nn.Embedding else torch.randn(2, 4, dtype=dtype)
+    weight = tuned.tuned["a"]["weight"]
+    for step in range(3):
+        with torch.no_grad():
+            tuned(x)
+        weight.data.copy_(torch.randn_like(weight) + step)
+        expected = TunedModule(base, "a", ["weight"])
+        expected.tuned["a"]["weight"].data.copy_(weight.data)
+        with torch.no_grad():
+            assert torch.equal(tuned(x), expected(x))
+
+
+def test_no_answer_comes_from_an_adapter_that_was_deleted():
+    """Addresses are used again: 300 adapters of one name, one after the other."""
+    base = nn.Embedding(4, 4).to(torch.bfloat16)
+    tuned = TunedModule(base, "a", ["weight"])
+    with torch.no_grad():
+        for step in range(300):
+            del tuned.tuned["a"]
+            tuned.put("a", {"weight": nn.Parameter(torch.full((4, 4), float(step)), requires_grad=False)})
+            assert torch.equal(tuned(torch.arange(4)), torch.full((4, 4), float(step), dtype=torch.bfloat16))
+
+
+def test_copies_made_in_inference_mode_compute():
+    base = nn.Embedding(4, 4).to(torch.bfloat16)
+    with torch.inference_mode():
+        tuned = TunedModule(base, "a", ["weight"], inference_mode=True)
+        tuned.tuned["a"].float()
+        assert torch.equal(tuned(torch.arange(4)), base.weight)
+        tuned.tuned["a"]["weight"].fill_(2)
+        assert torch.equal(tuned(torch.arange(4)), torch.full((4, 4), 2, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_writing_to_a_merged_base_leaves_the_adapter_as_it_is(dtype):
+    tuned = TunedModule(nn.Linear(4, 4).to(dtype), "a", ["weight", "bias"], init_weights=False)
+    own, trained = tuned.base_layer.weight.clone(), tuned.tuned["a"]["weight"].clone()
+    tuned.merge()
+    assert torch.equal(tuned.base_layer.weight, trained)
+    with torch.no_grad():
+        tuned.base_layer.weight.add_(1)
+    tuned.unmerge()
+    assert torch.equal(tuned.tuned["a"]["weight"], trained)
+    assert torch.equal(tuned.base_layer.weight, own)
 
 
 def test_threads_that_run_one_module_at_once_all_get_the_adapters_result():

@@ -16,7 +16,7 @@ from transformers import BeitConfig, BeitForImageClassification, Trainer, Traine
 
 from peft_surgical import StratifiedConfig, SurgicalConfig
 from peft_surgical.distributed import shard_by_layer
-from peft_surgical.methods.parameter_groups import parameter_groups
+from peft_surgical.methods.trainer import parameter_groups
 
 
 STEPS, ROWS = 3, 4

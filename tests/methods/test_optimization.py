@@ -9,7 +9,7 @@ from tiny_models import FAMILIES, SEQ2SEQ, build
 from transformers import Trainer
 
 from peft_surgical import SurgicalConfig, resolve_layers
-from peft_surgical.methods.parameter_groups import parameter_groups
+from peft_surgical.methods.trainer import parameter_groups
 
 
 def tuned(family, layers=None):

@@ -15,7 +15,7 @@ from tiny_models import batch, build
 from torch import nn
 
 from peft_surgical import SurgicalConfig, rank_layers
-from peft_surgical.methods.parameter_groups import parameter_groups
+from peft_surgical.methods.trainer import parameter_groups
 
 
 methods = pytest.mark.parametrize("method", METHODS)

@@ -12,7 +12,7 @@ from tiny_models import VOCABULARY, batch, build
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from peft_surgical import SurgicalConfig
-from peft_surgical.methods.callbacks import BestAdapterCallback
+from peft_surgical.methods.trainer import BestAdapterCallback
 
 
 methods = pytest.mark.parametrize("method", METHODS)

@@ -25,12 +25,10 @@ from peft_surgical.compat import ExcludedModule, include_all_linear_layers
 from peft_surgical.copies.module import TunedModule
 from peft_surgical.copies.select import base_modules, bottom, matches_any, original_tensor
 from peft_surgical.files.base import check_base
-from peft_surgical.methods.combine import add_weighted_adapter
-from peft_surgical.methods.combine_lora import LoraCombination
+from peft_surgical.methods.combine import LoraCombination, add_weighted_adapter
 from peft_surgical.methods.hotswap import swap_in
-from peft_surgical.methods.matching import Matching, is_excluded
 from peft_surgical.methods.register import load_on_cpu, register_hotswap, register_method
-from peft_surgical.methods.resolution import Resolution
+from peft_surgical.methods.resolve import Matching, Resolution, is_excluded
 from peft_surgical.methods.stratified.config import StratifiedConfig
 from peft_surgical.methods.stratified.layers import StratifiedInPlace, StratifiedModule, make_restoring
 from peft_surgical.methods.stratified.strata import plain_strata, resolve_strata, unite_strata

@@ -12,7 +12,7 @@ from transformers.pytorch_utils import Conv1D
 
 from peft_surgical.copies.select import Owner, base_modules, bottom, original_tensor, owners
 from peft_surgical.layers import Layer
-from peft_surgical.methods.matching import Matching
+from peft_surgical.methods.resolve import Matching
 from peft_surgical.methods.stratified.attention_names import linear_names
 from peft_surgical.methods.stratified.bias_terms import addable_bias, bias_terms, is_norm
 from peft_surgical.methods.stratified.strata import Stratum

@@ -1,12 +1,15 @@
-"""What a config means on one model."""
+"""What a config means on one model: the names that it matches, and the modules and tensors that it chooses."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+from peft.tuners.tuners_utils import check_target_module_exists
 
+from peft_surgical.compat import ExcludedModule
 from peft_surgical.names import CopyName, without_wrappers
 
 
@@ -40,3 +43,29 @@ class Resolution:
     def tensors(self) -> set[str]:
         """The names in the base of all that is copied, and the paths of all modules with LoRA."""
         return {f"{path}.{name}" for path, names in self.copies.items() for name in names} | self.lora
+
+
+@dataclass
+class Matching:
+    """The fields of a config that PEFT's matching of names reads."""
+
+    target_modules: Any
+    exclude_modules: Any
+    modules_to_save: Any
+    target_parameters: Any = None
+    layers_to_transform: Any = None
+    layers_pattern: Any = None
+
+    @classmethod
+    def of(cls, config: Any) -> Matching:
+        return cls(config.target_modules or [], config.exclude_modules, config.modules_to_save)
+
+
+def is_excluded(path: str, config: Any) -> bool:
+    """Whether a config excludes a module, or one that it is in."""
+    matching = Matching([], config.exclude_modules, None)
+    parts = path.split(".")
+    return any(
+        isinstance(check_target_module_exists(matching, ".".join(parts[: i + 1])), ExcludedModule)
+        for i in range(len(parts))
+    )
