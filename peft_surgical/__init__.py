@@ -9,8 +9,7 @@ from peft_surgical.convert.merge import merge_checkpoint
 from peft_surgical.layers import find_stacks, resolve_layers
 from peft_surgical.methods.hotswap import prepare_model_for_hotswap
 from peft_surgical.methods.stratified.model import StratifiedConfig, StratifiedModel
-from peft_surgical.methods.surgical_config import SurgicalConfig
-from peft_surgical.methods.surgical_model import SurgicalModel
+from peft_surgical.methods.surgical import SurgicalConfig, SurgicalModel
 from peft_surgical.methods.trainer import BestAdapterCallback
 from peft_surgical.ranking.callback import RankingCallback
 from peft_surgical.ranking.compare import compare_rankings

@@ -21,7 +21,7 @@ from peft_surgical.files.encoded_state import encode_tensor
 from peft_surgical.files.tensor_files import Checkpoint, TensorWriter
 from peft_surgical.layers import describe_stacks, find_stacks
 from peft_surgical.methods.heads import head_names, label_settings
-from peft_surgical.methods.surgical_config import SurgicalConfig
+from peft_surgical.methods.surgical import SurgicalConfig
 
 
 @dataclass(frozen=True)

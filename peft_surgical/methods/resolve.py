@@ -8,8 +8,11 @@ from typing import Any
 
 import torch
 from peft.tuners.tuners_utils import check_target_module_exists
+from torch import nn
+from transformers.pytorch_utils import Conv1D
 
-from peft_surgical.compat import ExcludedModule
+from peft_surgical.compat import ExcludedModule, include_all_linear_layers
+from peft_surgical.copies.select import base_modules, bottom, innermost_tuned
 from peft_surgical.names import CopyName, without_wrappers
 
 
@@ -69,3 +72,21 @@ def is_excluded(path: str, config: Any) -> bool:
         isinstance(check_target_module_exists(matching, ".".join(parts[: i + 1])), ExcludedModule)
         for i in range(len(parts))
     )
+
+
+def expand_all_linear(config: Any, model: nn.Module) -> None:
+    """Write `target_modules="all-linear"` out as paths of modules.
+
+    PEFT's own function does so, but does not see the linear modules that another adapter has copies of.
+    """
+    if not isinstance(config.target_modules, str) or config.target_modules.lower() != "all-linear":
+        return
+    include_all_linear_layers(config, model)
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    config.target_modules = set(config.target_modules) | {
+        path
+        for path, module in base_modules("", model)
+        if isinstance(module, (nn.Linear, Conv1D))
+        and innermost_tuned(model.get_submodule(path)) is not None
+        and (head is None or bottom(head) is not module)
+    }

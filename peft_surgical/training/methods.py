@@ -11,7 +11,7 @@ from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPP
 from torch import nn
 
 from peft_surgical.methods.stratified.config import StratifiedConfig
-from peft_surgical.methods.surgical_config import SurgicalConfig
+from peft_surgical.methods.surgical import SurgicalConfig
 from peft_surgical.ranking.rank import LayerRanking
 from peft_surgical.training import spafit
 

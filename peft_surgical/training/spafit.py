@@ -9,7 +9,7 @@ from torch import nn
 
 from peft_surgical.methods.stratified.config import StratifiedConfig
 from peft_surgical.methods.stratified.strata import resolve_strata
-from peft_surgical.methods.stratified.stratum_tensors import choose
+from peft_surgical.methods.stratified.tensors import choose
 from peft_surgical.ranking.rank import LayerRanking
 
 

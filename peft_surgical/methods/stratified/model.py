@@ -21,18 +21,18 @@ from peft.utils.other import get_pattern_key
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from peft_surgical.compat import ExcludedModule, include_all_linear_layers
+from peft_surgical.compat import ExcludedModule
 from peft_surgical.copies.module import TunedModule
 from peft_surgical.copies.select import base_modules, bottom, matches_any, original_tensor
 from peft_surgical.files.base import check_base
 from peft_surgical.methods.combine import LoraCombination, add_weighted_adapter
 from peft_surgical.methods.hotswap import swap_in
 from peft_surgical.methods.register import load_on_cpu, register_hotswap, register_method
-from peft_surgical.methods.resolve import Matching, Resolution, is_excluded
+from peft_surgical.methods.resolve import Matching, Resolution, expand_all_linear, is_excluded
 from peft_surgical.methods.stratified.config import StratifiedConfig
 from peft_surgical.methods.stratified.layers import StratifiedInPlace, StratifiedModule, make_restoring
 from peft_surgical.methods.stratified.strata import plain_strata, resolve_strata, unite_strata
-from peft_surgical.methods.stratified.stratum_tensors import check_choice, choose
+from peft_surgical.methods.stratified.tensors import check_choice, choose
 from peft_surgical.methods.tuner import DeltaTuner
 from peft_surgical.names import PREFIX, without_wrappers
 
@@ -61,7 +61,7 @@ class StratifiedModel(DeltaTuner, LoraModel):  # type: ignore[misc]
                     "StratifiedConfig does not say what to tune. Give n1=... and n2=..., or strata=[...], or "
                     "target_modules=[...] for LoRA alone."
                 )
-            include_all_linear_layers(config, model)
+            expand_all_linear(config, model)
             paths = (path for path, _ in base_modules("", model) if check_target_module_exists(config, path))
             return Resolution({}, lora=frozenset(paths))
 

@@ -1,4 +1,4 @@
-"""A bias term is what a module adds, whatever it is called; see `peft_surgical.methods.stratified.bias_terms`."""
+"""A bias term is what a module adds, whatever it is called; see `peft_surgical.methods.stratified.tensors`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 
 from peft_surgical import StratifiedConfig, find_stacks
 from peft_surgical.copies.select import owners
-from peft_surgical.methods.stratified.bias_terms import bias_terms, is_norm
+from peft_surgical.methods.stratified.tensors import bias_terms, is_norm
 
 
 SIZES = {

@@ -9,7 +9,7 @@ from peft import get_peft_model
 from tiny_models import CAUSAL, FAMILIES, SEQ2SEQ, batch, build
 
 from peft_surgical import StratifiedConfig, find_stacks
-from peft_surgical.methods.stratified.bias_terms import is_norm
+from peft_surgical.methods.stratified.tensors import is_norm
 
 
 TRANSFORMERS_4 = transformers.__version__.startswith("4.")

@@ -8,7 +8,7 @@ from peft import LoraConfig, get_peft_model
 from tiny_models import batch, build
 
 from peft_surgical import StratifiedConfig, SurgicalConfig, find_stacks
-from peft_surgical.methods.stratified.bias_terms import is_norm
+from peft_surgical.methods.stratified.tensors import is_norm
 
 
 def steps(model, family, count=20, *, autocast=None, seed=0):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
@@ -14,8 +15,58 @@ from peft_surgical.copies.select import Owner, base_modules, bottom, original_te
 from peft_surgical.layers import Layer
 from peft_surgical.methods.resolve import Matching
 from peft_surgical.methods.stratified.attention_names import linear_names
-from peft_surgical.methods.stratified.bias_terms import addable_bias, bias_terms, is_norm
 from peft_surgical.methods.stratified.strata import Stratum
+
+
+_ADDED = re.compile(r"(.*_)?bias(_u|_v|_[ih]h_l\d+(_reverse)?)?")
+_NORM = re.compile(r".*(layer|rms|group|no)norm(gated|2d|1p|perhead)?", re.IGNORECASE)
+_NOT_ADDED = ("position_bias", "e_score_correction_bias", "expert_bias")
+
+
+def bias_terms(owner: Owner) -> list[str]:
+    """The bias terms that a module holds itself.
+
+    Args:
+        owner: The module, see `owners`.
+
+    Returns:
+        Names as in the module.
+
+    Example:
+
+        >>> from peft_surgical.copies.select import owners
+        >>> [bias_terms(owner) for owner in owners("", nn.Sequential(nn.Linear(2, 2), nn.Embedding(2, 2)))]
+        [['bias'], []]
+    """
+    return [name for name in owner.names if _is_bias_term(owner.module, name)]
+
+
+def addable_bias(owner: Owner) -> list[str]:
+    """`["bias"]` if the module is linear and has none, so that one may be added to it."""
+    module = owner.module
+    return ["bias"] if isinstance(module, nn.Linear) and module._parameters.get("bias", module) is None else []
+
+
+def is_norm(module: nn.Module) -> bool:
+    """Whether a module is a LayerNorm or RMSNorm of any make.
+
+    Every family of models brings its own class, so the class's name decides.
+
+    Example:
+
+        >>> is_norm(nn.LayerNorm(2)), is_norm(nn.BatchNorm1d(2)), is_norm(nn.Linear(2, 2))
+        (True, False, False)
+    """
+    return any(_NORM.fullmatch(kind.__name__) for kind in type(module).__mro__)
+
+
+def _is_bias_term(module: nn.Module, name: str) -> bool:
+    if isinstance(module, nn.Embedding) or name not in dict(module.named_parameters()):
+        return False
+    name = name.rpartition(".")[2]
+    if isinstance(module, nn.MultiheadAttention) and name in ("bias_k", "bias_v"):
+        return False
+    return bool(_ADDED.fullmatch(name)) and not name.endswith(_NOT_ADDED)
 
 
 @dataclass

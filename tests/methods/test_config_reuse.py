@@ -1,0 +1,127 @@
+"""A config belongs to its user: what it means on a model is not written onto it, and it can be used again."""
+
+from __future__ import annotations
+
+import copy
+import json
+
+import pytest
+import torch
+from adapters import METHODS, make, make_config, outputs, save
+from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
+from tiny_models import build
+
+from peft_surgical import StratifiedConfig, SurgicalConfig, rank_layers
+
+
+def plain(config: PeftConfig) -> dict:
+    """What a config says, without what PEFT writes onto every config itself."""
+    by_peft = ("base_model_name_or_path", "modules_to_save", "inference_mode", "auto_mapping", "fan_in_fan_out")
+    return {name: value for name, value in copy.deepcopy(config.to_dict()).items() if name not in by_peft}
+
+
+CONFIGS = {
+    "surgical-last": lambda: SurgicalConfig(task_type="SEQ_CLS", layers="last:50%"),
+    "surgical-names": lambda: SurgicalConfig(task_type="SEQ_CLS", layers=[-1], target_modules=["query"]),
+    "surgical-modules": lambda: SurgicalConfig(task_type="SEQ_CLS", target_modules="all-linear"),
+    "stratified-fractions": lambda: StratifiedConfig(task_type="SEQ_CLS", n1=0.25, n2=0.5, r=2),
+    "stratified-variant": lambda: StratifiedConfig(task_type="SEQ_CLS", n1=0, n2=1, variant="I", r=2),
+    "stratified-strata": lambda: StratifiedConfig(
+        task_type="SEQ_CLS", r=2, strata=[{"layers": "0-1", "tune": "frozen"}, {"layers": "2-", "tune": "lora"}]
+    ),
+    "stratified-lora": lambda: StratifiedConfig(task_type="SEQ_CLS", target_modules="all-linear", r=2),
+    "lora": lambda: LoraConfig(task_type="SEQ_CLS", target_modules=["query"], r=2),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_one_config_serves_models_of_other_depths_labels_and_weights(name):
+    config = CONFIGS[name]()
+    before = plain(config)
+    small = get_peft_model(build("bert", num_labels=2), config)
+    large = get_peft_model(build("bert", seed=3, num_labels=5, num_hidden_layers=8), config)
+    fresh = get_peft_model(build("bert", seed=3, num_labels=5, num_hidden_layers=8), CONFIGS[name]())
+
+    assert plain(config) == before
+    assert small(torch.ones(1, 3, dtype=int)).logits.shape == (1, 2)
+    assert large(torch.ones(1, 3, dtype=int)).logits.shape == (1, 5)
+    trained = [{n for n, p in model.named_parameters() if p.requires_grad} for model in (large, fresh)]
+    assert trained[0] == trained[1]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_one_config_serves_two_adapters_of_a_model(name):
+    config = CONFIGS[name]()
+    model = get_peft_model(build("bert"), config)
+    model.add_adapter("second", config)
+    trained = []
+    for adapter in ("default", "second"):
+        model.set_adapter(adapter)
+        trained.append({n.replace(f".{adapter}", "") for n, p in model.named_parameters() if p.requires_grad})
+    assert trained[0] == trained[1]
+    if name != "lora":
+        assert model.peft_config["second"] is not model.peft_config["default"] is not config
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_config_that_was_read_serves_two_models(method, tmp_path):
+    folder = save(make(method, "bert", [1, 3]), tmp_path)
+    expected = outputs(PeftModel.from_pretrained(build("bert"), folder).eval(), "bert")
+    config = PeftConfig.from_pretrained(folder)
+    before = plain(config)
+    for _ in range(2):
+        model = PeftModel.from_pretrained(build("bert"), folder, config=config).eval()
+        assert torch.equal(outputs(model, "bert"), expected)
+    assert plain(config) == before
+
+
+def test_a_ranking_serves_two_models(tmp_path):
+    data = [{"input_ids": torch.randint(3, 99, (5,)), "labels": torch.tensor(i % 2)} for i in range(8)]
+    config = SurgicalConfig(
+        task_type="SEQ_CLS", ranking=rank_layers(build("bert"), data, num_samples=8, progress=False), top_k=2
+    )
+    chosen = [get_peft_model(build("bert", seed=seed), config).peft_config["default"].layers for seed in (0, 1)]
+    assert chosen[0] == chosen[1]
+    assert config.layers is None
+    assert config.top_k == 2
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_what_is_saved_is_resolved(method, tmp_path):
+    """Loading needs neither data nor the depth of the model that a fraction was of."""
+    folder = save(make(method, "bert", [1, 3]), tmp_path)
+    saved = json.loads((folder / "adapter_config.json").read_text())
+    assert saved["base"]["tensors"]
+    assert saved["labels"]["num_labels"] == 2
+    assert "resolution" not in saved
+    assert saved["layers"] == [1, 3] if method == "SURGICAL" else saved["strata"][0]["layers"] == [0, 2]
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("version", [2, 99, "1.0", None])
+def test_a_file_of_a_later_format_is_refused(method, version, tmp_path):
+    folder = save(make(method, "bert", [1, 3]), tmp_path)
+    path = folder / "adapter_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "format_version": version}))
+    base = build("bert")
+    for load in (
+        lambda: PeftConfig.from_pretrained(folder),
+        lambda: PeftModel.from_pretrained(base, folder),
+        lambda: make(method, "bert", [0]).load_adapter(folder, adapter_name="later"),
+    ):
+        with pytest.raises(ValueError, match="written by a later version of peft_surgical"):
+            load()
+    assert all("surgical" not in name and "lora" not in name for name, _ in base.named_parameters())
+
+
+def test_the_same_config_object_is_written_to_by_no_operation(tmp_path):
+    config = make_config("SURGICAL", "bert", [1, 2])
+    before = plain(config)
+    model = get_peft_model(build("bert"), config)
+    model.add_adapter("other", make_config("SURGICAL", "bert", [3]))
+    model.add_weighted_adapter(["default", "other"], [1.0, 1.0], "both")
+    model.save_pretrained(tmp_path)
+    model.set_adapter("other")
+    model.delete_adapter("default")
+    model.merge_and_unload()
+    assert plain(config) == before
