@@ -1,4 +1,4 @@
-"""Print the dependencies of a pyproject.toml pinned to their lower bounds, without torch."""
+"""Print the dependencies of a pyproject.toml pinned to their lower bounds."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def lower_bounds(pyproject: Path) -> list[str]:
     bounds = [re.match(r"([\w-]+)(?:\[\w+\])?>=([\d.]+)", dependency) for dependency in dependencies]
     if not all(bounds):
         raise SystemExit(f"a dependency has no lower bound: {dependencies}")
-    return [f"{match[1]}=={match[2]}" for match in bounds if match and match[1] != "torch"]
+    return [f"{match[1]}=={match[2]}" for match in bounds if match]
 
 
 if __name__ == "__main__":

@@ -107,6 +107,17 @@ def original_tensor(module: nn.Module, name: str) -> torch.Tensor:
     return zero_bias(inner) if tensor is None else tensor
 
 
+def token_embeddings(model: Any) -> tuple[nn.Module | None, nn.Module | None]:
+    """A model's embeddings of tokens and its output embeddings; None for what it does not have."""
+    found = []
+    for get in ("get_input_embeddings", "get_output_embeddings"):
+        try:
+            found.append(getattr(model, get, lambda: None)())
+        except (NotImplementedError, AttributeError):  # transformers raises them for models of images and sounds
+            found.append(None)
+    return found[0], found[1]
+
+
 def zero_bias(linear: nn.Module) -> torch.Tensor:
     """The bias that a linear module without one could have: zeros, in the dtype that it computes in."""
     weight: Any = linear.weight

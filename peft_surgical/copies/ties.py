@@ -14,6 +14,7 @@ from peft.tuners.lora.layer import LoraLayer
 from torch import nn
 
 from peft_surgical.copies.module import TunedModule
+from peft_surgical.copies.select import token_embeddings
 
 
 logger = logging.getLogger(__name__)
@@ -50,10 +51,7 @@ def admit_untied_embeddings(model: Any) -> None:
     if not hasattr(getattr(model, "config", None), "get_text_config"):
         return
     config = model.config.get_text_config()
-    embeddings, head = (
-        getattr(getattr(model, get, lambda: None)(), "weight", None)
-        for get in ("get_input_embeddings", "get_output_embeddings")
-    )
+    embeddings, head = (getattr(module, "weight", None) for module in token_embeddings(model))
     if embeddings is None or head is None or not getattr(config, "tie_word_embeddings", False):
         return
     if embeddings.data_ptr() != head.data_ptr():

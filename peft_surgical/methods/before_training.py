@@ -12,6 +12,7 @@ import functools
 import logging
 import warnings
 from collections.abc import Collection, Iterator
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from peft_surgical.copies.module import TunedModule
+from peft_surgical.copies.select import token_embeddings
 from peft_surgical.layers import find_stacks
 
 
@@ -29,7 +31,7 @@ def adapter_parameters(model: nn.Module, adapters: Collection[str]) -> Iterator[
     for path, module in model.named_modules():
         if isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper)):
             for attribute in module.adapter_layer_names:
-                table: Any = getattr(module, attribute)
+                table: Any = attrgetter(attribute)(module)
                 for name, parameter in table.named_parameters():
                     if name.partition(".")[0] in adapters:
                         yield f"{path}.{attribute}.{name}", parameter
@@ -175,11 +177,7 @@ def _input_embeddings(model: nn.Module) -> list[nn.Module]:
     """The modules whose output transformers and PEFT let require a gradient."""
     found: dict[nn.Module, None] = {}  # a model and the one inside it share theirs
     for module in model.modules():
-        get = getattr(type(module), "get_input_embeddings", None)
-        try:
-            embeddings = get(module) if get else None
-        except NotImplementedError:  # transformers raises it for a model without embeddings of tokens
-            continue
+        embeddings = token_embeddings(module)[0] if hasattr(type(module), "get_input_embeddings") else None
         if isinstance(embeddings, nn.Module):
             found[embeddings] = None
     return list(found)

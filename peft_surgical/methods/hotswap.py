@@ -73,13 +73,14 @@ def prepare_model_for_hotswap(
         configs["layers"] = _with_layers(configs[adapter_name], layers)
     for path in adapters:
         configs[str(path)] = PeftConfig.from_pretrained(str(path))
-    for name, config in configs.items():
-        if name != adapter_name:
-            tuner._prepare_model(config, tuner.model)
-    united = united_config(tuner, configs)
-    united.inference_mode = configs[adapter_name].inference_mode
-    tuner._prepare_model(united, tuner.model)
-    _make_room(tuner, adapter_name, united)
+    with tuner._gathering():
+        for name, config in configs.items():
+            if name != adapter_name:
+                tuner._prepare_model(config, tuner.model)
+        united = united_config(tuner, configs)
+        united.inference_mode = configs[adapter_name].inference_mode
+        tuner._prepare_model(united, tuner.model)
+        _make_room(tuner, adapter_name, united)
     tuner.peft_config[adapter_name] = united
 
 
@@ -105,7 +106,8 @@ def swap_in(model: nn.Module, state: Mapping[str, torch.Tensor], adapter_name: s
         raise ValueError(
             f"Adapter {adapter_name!r} is of type {own.peft_type.value}, the one to swap in {config.peft_type.value}."
         )
-    tuner._prepare_model(config, tuner.model)
+    with tuner._gathering():
+        tuner._prepare_model(config, tuner.model)
     state = {config.present_name(name): tensor for name, tensor in state.items()}
     state = decode_state(_peft_model(model), adapter_name, state, tuner._remove_adapter_name_from_key)
     lora = {name: tensor for name, tensor in state.items() if ".lora_" in name and CopyName.parse(name) is None}

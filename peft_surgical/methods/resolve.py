@@ -12,7 +12,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from peft_surgical.compat import ExcludedModule, include_all_linear_layers
-from peft_surgical.copies.select import base_modules, bottom, innermost_tuned
+from peft_surgical.copies.select import base_modules, bottom, innermost_tuned, token_embeddings
 from peft_surgical.names import CopyName, without_wrappers
 
 
@@ -82,7 +82,7 @@ def expand_all_linear(config: Any, model: nn.Module) -> None:
     if not isinstance(config.target_modules, str) or config.target_modules.lower() != "all-linear":
         return
     include_all_linear_layers(config, model)
-    head = getattr(model, "get_output_embeddings", lambda: None)()
+    head = token_embeddings(model)[1]
     config.target_modules = set(config.target_modules) | {
         path
         for path, module in base_modules("", model)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -11,17 +11,37 @@ from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 from peft.utils.other import ModulesToSaveWrapper
 from torch import nn
 
+from peft_surgical.copies.select import token_embeddings
 from peft_surgical.distributed import rank, whole_weights
 from peft_surgical.files.base import check_gathered, check_tensors, sharded
 from peft_surgical.files.encoded_state import decode_state, encode_state, is_encoded
 from peft_surgical.names import PREFIX, as_in_file, without_engines, without_wrappers
 
 
+TRAINED_TOKENS = ".token_adapter.trainable_tokens_delta"
+"""How PEFT calls the embeddings of the tokens that `trainable_token_indices` names."""
+
+
+def token_shapes(
+    model: nn.Module, indices: Sequence[int] | Mapping[str, Sequence[int]] | None
+) -> dict[str, torch.Size]:
+    """The shapes of the trained embeddings of tokens, by their names in a file; none if several layers are named."""
+    if indices is None or (isinstance(indices, Mapping) and len(indices) > 1):
+        return {}  # of tied layers PEFT saves one
+    [(name, tokens)] = indices.items() if isinstance(indices, Mapping) else [(None, indices)]
+    embeddings = token_embeddings(model)[0]
+    for path, module in model.named_modules():
+        if (module is embeddings) if name is None else (path == name or path.endswith(f".{name}")):
+            return {
+                f"{PREFIX}{without_wrappers(path)}{TRAINED_TOKENS}": torch.Size((len(tokens), module.weight.shape[1]))
+            }
+    return {}
+
+
 def embedding_tensors(model: nn.Module) -> set[str]:
     """The embeddings' tensors by their names in a file; PEFT saves them along on demand or if they were resized."""
     found: set[str] = set()
-    for get in ("get_input_embeddings", "get_output_embeddings"):
-        embedding = getattr(model, get, lambda: None)()
+    for embedding in token_embeddings(model):
         for path, module in model.named_modules():
             if module is embedding and module is not None:
                 path = without_wrappers(path).removeprefix(PREFIX)
@@ -40,12 +60,10 @@ def live_tensors(model: nn.Module, adapter_name: str) -> dict[str, torch.Tensor]
     """All tensors of an adapter in a model, head included, by their names in the model."""
     found: dict[str, torch.Tensor] = {}
     for path, module in model.named_modules():
-        tables: Mapping[str, Any] = {}
-        if isinstance(module, BaseTunerLayer):
-            tables = {name: getattr(module, name) for name in module.adapter_layer_names}
-        elif isinstance(module, ModulesToSaveWrapper):
-            tables = {"modules_to_save": module.modules_to_save}
-        for name, table in tables.items():
+        if not isinstance(module, (BaseTunerLayer, ModulesToSaveWrapper)) or getattr(module, "tied_adapter", None):
+            continue
+        for name in module.adapter_layer_names:
+            table: Any = getattr(module, name)
             if adapter_name not in table:
                 continue
             entry = table[adapter_name]
@@ -55,6 +73,11 @@ def live_tensors(model: nn.Module, adapter_name: str) -> dict[str, torch.Tensor]
             else:
                 found[prefix] = entry
     return found
+
+
+def is_of_peft(name: str) -> bool:
+    """Whether a tensor of an adapter is one that PEFT itself saves and loads: of a head, or of trained tokens."""
+    return ".modules_to_save." in name or ".token_adapter." in name
 
 
 def as_live(live: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
@@ -69,16 +92,16 @@ class SavedState(BaseTuner):
     @classmethod
     def _may_be_saved_along(cls, config: Any, model: nn.Module) -> Callable[[str], bool]:
         """Tells which tensors of the base PEFT may save with an adapter."""
-        return embedding_tensors(model).__contains__
+        of_embeddings = embedding_tensors(model)
+        has_tokens = getattr(config, "trainable_token_indices", None) is not None
+        return lambda name: name in of_embeddings or (has_tokens and name.endswith(TRAINED_TOKENS))
 
     @classmethod
     def _get_adapter_state_dict(cls, model, config, adapter_name, state_dict, unwanted_adapter_names):
         found = super()._get_adapter_state_dict(model, config, adapter_name, state_dict, unwanted_adapter_names)
         expected = cls._wanted_shapes(config, adapter_name, state_dict)
         if not found:  # under FSDP1 the modules' paths are not the names of their tensors, and PEFT finds none
-            found = {
-                name: state_dict[name] for name in expected if name in state_dict and ".modules_to_save." not in name
-            }
+            found = {name: state_dict[name] for name in expected if name in state_dict and not is_of_peft(name)}
         heads = {name: tensor for name, tensor in state_dict.items() if name in expected}
         present = {name: tensor for name, tensor in {**found, **heads}.items() if name in expected}
         shapes = {name: torch.Size(tensor.shape) for name, tensor in present.items()}
@@ -87,7 +110,7 @@ class SavedState(BaseTuner):
             live = live_tensors(model, adapter_name)
             wanted = cls._wanted_shapes(config, adapter_name, live)
             state_dict.update({name: torch.empty(wanted[name], device="meta") for name in live})
-            return {name: state_dict[name] for name in live if ".modules_to_save." not in name}
+            return {name: state_dict[name] for name in live if not is_of_peft(name)}
         check_gathered(present, expected, source=f"The state of adapter {adapter_name!r}")
         check_tensors(shapes, expected, source=f"The state of adapter {adapter_name!r}")
         return encode_state(model, adapter_name, found, config.encoding, state_dict)

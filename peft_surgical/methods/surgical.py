@@ -46,6 +46,7 @@ class SurgicalConfig(DeltaConfig):
         extra_modules: Modules outside the layers that are tuned like them, by their path, e.g. `["bert.pooler"]`.
         modules_to_save: Further modules to train in full and to save, as in `LoraConfig`. The head of a task with
             labels is among them by itself.
+        trainable_token_indices: Tokens whose embeddings are trained, as in `LoraConfig`.
         dequantize: Whether a quantised linear module in the chosen layers gets copies in the dtype that it was
             quantised from. If not, it is an error.
         init_weights: False starts the copies off the base's values. For tests only.
@@ -76,6 +77,9 @@ class SurgicalConfig(DeltaConfig):
     )
     extra_modules: list[str] | None = field(default=None, metadata={"help": "Modules outside the layers, by path."})
     modules_to_save: list[str] | None = field(default=None, metadata={"help": "Further modules to train in full."})
+    trainable_token_indices: list[int] | dict[str, list[int]] | None = field(
+        default=None, metadata={"help": "Tokens whose embeddings are trained."}
+    )
     dequantize: bool = field(default=False, metadata={"help": "Whether quantised modules get plain copies."})
     init_weights: bool = field(default=True, metadata={"help": "False starts off the base's values, for tests."})
     ranking_record: dict | None = field(default=None, metadata={"help": "How the layers were chosen."})

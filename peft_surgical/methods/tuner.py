@@ -34,7 +34,7 @@ from peft_surgical.methods.merging import delete_adapter, unload
 from peft_surgical.methods.mixed_batch import adapter_names_in_forward
 from peft_surgical.methods.report import TuningReport, tuning_report
 from peft_surgical.methods.resolve import Matching, Resolution
-from peft_surgical.methods.saving import SavedState, live_tensors
+from peft_surgical.methods.saving import SavedState, live_tensors, token_shapes
 from peft_surgical.names import OWN_TENSORS, PREFIX, without_wrappers
 
 
@@ -88,6 +88,15 @@ class DeltaTuner(SavedState, BaseTuner):
                 present_name=peft_config.present_name,
             )
 
+    @contextmanager
+    def _gathering(self) -> Iterator[None]:
+        """In here the weights that adapters are made of stay whole; under ZeRO-3 a model may be born sharded."""
+        with ExitStack() as self._gathered:
+            try:
+                yield
+            finally:
+                del self._gathered  # it can be neither copied nor pickled with the model
+
     def _touched_tensors(self, config: Any, model: nn.Module) -> dict[str, torch.Tensor]:
         """The base's original values of the tensors that the adapter changes, by name."""
         copies = config.resolution.copy_names(self._container)
@@ -101,7 +110,7 @@ class DeltaTuner(SavedState, BaseTuner):
         labels = (config.labels or {}).get("num_labels", of_base), of_base
         for name, shape in head_shapes(model, config.modules_to_save or [], *labels).items():
             shapes[f"{PREFIX}{without_wrappers(name)}"] = shape
-        return shapes
+        return {**shapes, **token_shapes(model, config.trainable_token_indices)}
 
     def _is_known_tensor(self, config: Any, model: nn.Module) -> Callable[[str], bool]:
         """Tells which tensors an adapter's file may hold besides the expected ones."""
@@ -167,7 +176,7 @@ class DeltaTuner(SavedState, BaseTuner):
         given: Any = self.peft_config[adapter_name]
         self.peft_config[adapter_name] = given.for_one_model()
         self._copied = {}
-        with ExitStack() as self._gathered:  # under ZeRO-3 a model may be born sharded
+        with self._gathering():
             super().inject_adapter(model, adapter_name, *args, **kwargs)
         # new modules take the mode of their model, so that an eval() model stays one with dropout in an adapter
         for module in [self, *(module for module in model.modules() if id(module) not in present)]:

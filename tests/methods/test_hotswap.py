@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import pytest
 import torch
 from adapters import METHODS, TASKS, base_outputs, make, outputs, save, shake
@@ -52,6 +55,18 @@ def test_an_adapter_of_other_layers_fits_once_there_is_room(method, family, tmp_
     assert identities(model) == before
     again = PeftModel.from_pretrained(build(family), save(model, tmp_path / "again")).eval()
     assert torch.equal(outputs(again, family), outputs(model, family))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_model_can_be_copied_and_pickled_after_a_swap(method, tmp_path):
+    first, second = make(method, "bert", [1, 2], seed=1), make(method, "bert", [1, 2], seed=2)
+    paths = [save(model, tmp_path / str(i)) for i, model in enumerate([first, second])]
+    model = PeftModel.from_pretrained(build("bert"), paths[0]).eval()
+    prepare_model_for_hotswap(model, adapters=[paths[1]])
+    for path in (paths[1], paths[0], paths[1]):
+        hotswap_adapter(model, path, adapter_name="default")
+        for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            assert torch.equal(outputs(again, "bert"), outputs(model, "bert"))
 
 
 def test_room_for_all_layers(tmp_path):
