@@ -21,6 +21,9 @@ OWN_TENSORS = "own_tensors"
 SURGICAL, STRATIFIED = "surgical_params", "lora_tuned"  # the containers of copies, by method
 CONTAINERS = (SURGICAL, STRATIFIED)
 
+# what wrappers of adapters, engines and compilation put into names
+RESERVED = {*CONTAINERS, OWN_TENSORS, *PREFIX.split("."), "base_layer", "_orig_mod", "modules_to_save"}
+RESERVED |= {"original_module", "token_adapter", "lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B"}
 _BY_ENGINES = "_fsdp_wrapped_module|_checkpoint_wrapped_module"  # the state of a model is without these
 _ENGINE = re.compile(rf"(?:(?<=\.)|^)(?:{_BY_ENGINES})(?:\.|$)")
 _WRAPPER = re.compile(rf"(?:(?<=\.)|^)(?:{_BY_ENGINES}|_orig_mod)(?:\.|$)")

@@ -13,7 +13,7 @@ from transformers.pytorch_utils import Conv1D
 
 from peft_surgical.compat import ExcludedModule, include_all_linear_layers
 from peft_surgical.copies.select import base_modules, bottom, innermost_tuned, token_embeddings
-from peft_surgical.names import CopyName, without_wrappers
+from peft_surgical.names import RESERVED, CopyName, base_path, without_wrappers
 
 
 @dataclass(frozen=True)
@@ -90,3 +90,16 @@ def expand_all_linear(config: Any, model: nn.Module) -> None:
         and innermost_tuned(model.get_submodule(path)) is not None
         and (head is None or bottom(head) is not module)
     }
+
+
+def check_adapter_name(name: str, model: nn.Module) -> None:
+    """Refuse names that would be mistaken for parts of tensors' names, which PEFT puts an adapter's name between."""
+    reason = None
+    if "." in name:
+        reason = "it has a dot, which PyTorch allows in no module's name"
+    elif hasattr(nn.ModuleDict(), name):
+        reason = "PyTorch uses that name"
+    elif name in RESERVED or any(name in base_path(path).split(".") for path in model.state_dict(keep_vars=True)):
+        reason = "tensors of this model have it in their names, so that those of the adapter could not be told apart"
+    if reason is not None:
+        raise ValueError(f"An adapter cannot be called {name!r}: {reason}. Choose another name.")

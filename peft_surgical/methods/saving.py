@@ -11,10 +11,12 @@ from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 from peft.utils.other import ModulesToSaveWrapper
 from torch import nn
 
-from peft_surgical.copies.select import token_embeddings
+from peft_surgical.copies.module import TunedModule
+from peft_surgical.copies.select import original_tensor, token_embeddings
 from peft_surgical.distributed import rank, whole_weights
 from peft_surgical.files.base import check_gathered, check_tensors, sharded
 from peft_surgical.files.encoded_state import decode_state, encode_state, is_encoded
+from peft_surgical.methods.heads import head_shapes
 from peft_surgical.names import PREFIX, as_in_file, without_engines, without_wrappers
 
 
@@ -88,6 +90,27 @@ def as_live(live: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
 
 class SavedState(BaseTuner):
     """What `DeltaTuner` does when PEFT saves an adapter's state or loads one."""
+
+    tuned_module_cls: type[TunedModule] = TunedModule
+    _labels_of_base: dict[str, Any]
+
+    @property
+    def _container(self) -> str:
+        return self.tuned_module_cls.adapter_layer_names[0]
+
+    def _expected_tensors(self, config: Any, model: nn.Module) -> dict[str, torch.Size]:
+        """The shapes of the copies and of the head in the adapter's file, by name."""
+        copies = config.resolution.copy_names(self._container)
+        shapes = {name.in_file: original_tensor(model.get_submodule(path), name.tensor).shape for path, name in copies}
+        of_base = self._labels_of_base.get("num_labels", 0)
+        labels = (config.labels or {}).get("num_labels", of_base), of_base
+        for name, shape in head_shapes(model, config.modules_to_save or [], *labels).items():
+            shapes[f"{PREFIX}{without_wrappers(name)}"] = shape
+        return {**shapes, **token_shapes(model, config.trainable_token_indices)}
+
+    def _is_known_tensor(self, config: Any, model: nn.Module) -> Callable[[str], bool]:
+        """Tells which tensors an adapter's file may hold besides the expected ones."""
+        return self._may_be_saved_along(config, model)
 
     @classmethod
     def _may_be_saved_along(cls, config: Any, model: nn.Module) -> Callable[[str], bool]:

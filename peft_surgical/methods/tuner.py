@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -27,31 +27,33 @@ from peft_surgical.files.base import (
     check_file,
     describe_base,
 )
-from peft_surgical.methods.before_training import BackwardStart, frozen_statistics, warn_of_surprises
+from peft_surgical.methods.before_training import (
+    BackwardStart,
+    adapter_parameters,
+    frozen_statistics,
+    warn_of_surprises,
+)
 from peft_surgical.methods.combine import add_weighted_adapter
-from peft_surgical.methods.heads import apply_label_settings, head_names, head_shapes, label_settings, resize_heads
+from peft_surgical.methods.heads import apply_label_settings, head_names, label_settings, resize_heads
 from peft_surgical.methods.merging import delete_adapter, unload
 from peft_surgical.methods.mixed_batch import adapter_names_in_forward
 from peft_surgical.methods.report import TuningReport, tuning_report
-from peft_surgical.methods.resolve import Matching, Resolution
-from peft_surgical.methods.saving import SavedState, live_tensors, token_shapes
-from peft_surgical.names import OWN_TENSORS, PREFIX, without_wrappers
+from peft_surgical.methods.resolve import Matching, Resolution, check_adapter_name
+from peft_surgical.methods.saving import SavedState, live_tensors
+from peft_surgical.names import OWN_TENSORS
 
 
 class DeltaTuner(SavedState, BaseTuner):
     """Base of `SurgicalModel` and `StratifiedModel`: tuners that give modules copies of their own tensors."""
 
-    tuned_module_cls: type[TunedModule] = TunedModule
     tuned_in_place_cls: type[TunedInPlace] = TunedInPlace
     target_module_mapping: dict[str, list[str]] = {}
     _frozen_on_purpose: frozenset[str] = frozenset()
     _copied: dict[int, nn.Parameter] = {}
     """While an adapter is made: its copies so far, by the id of the base's parameter; what is tied stays tied."""
     _is_trained_set_checked = False
-
-    @property
-    def _container(self) -> str:
-        return self.tuned_module_cls.adapter_layer_names[0]
+    _flags: list[tuple[nn.Parameter, bool]] | None = None
+    """While adapters are disabled: which of their parameters were trainable."""
 
     # ---- before the model is changed
 
@@ -101,20 +103,6 @@ class DeltaTuner(SavedState, BaseTuner):
         """The base's original values of the tensors that the adapter changes, by name."""
         copies = config.resolution.copy_names(self._container)
         return {name.in_base: original_tensor(model.get_submodule(path), name.tensor) for path, name in copies}
-
-    def _expected_tensors(self, config: Any, model: nn.Module) -> dict[str, torch.Size]:
-        """The shapes of the copies and of the head in the adapter's file, by name."""
-        copies = config.resolution.copy_names(self._container)
-        shapes = {name.in_file: original_tensor(model.get_submodule(path), name.tensor).shape for path, name in copies}
-        of_base = self._labels_of_base.get("num_labels", 0)
-        labels = (config.labels or {}).get("num_labels", of_base), of_base
-        for name, shape in head_shapes(model, config.modules_to_save or [], *labels).items():
-            shapes[f"{PREFIX}{without_wrappers(name)}"] = shape
-        return {**shapes, **token_shapes(model, config.trainable_token_indices)}
-
-    def _is_known_tensor(self, config: Any, model: nn.Module) -> Callable[[str], bool]:
-        """Tells which tensors an adapter's file may hold besides the expected ones."""
-        return self._may_be_saved_along(config, model)
 
     # ---- changing the model
 
@@ -170,8 +158,7 @@ class DeltaTuner(SavedState, BaseTuner):
         return self.tuned_module_cls
 
     def inject_adapter(self, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
-        if hasattr(nn.ModuleDict(), adapter_name) or "." in adapter_name:
-            raise ValueError(f"An adapter cannot be called {adapter_name!r}: PyTorch uses that name. Choose another.")
+        check_adapter_name(adapter_name, model)
         frozen, present = self._frozen_on_purpose, {id(module) for module in model.modules()}
         given: Any = self.peft_config[adapter_name]
         self.peft_config[adapter_name] = given.for_one_model()
@@ -207,12 +194,21 @@ class DeltaTuner(SavedState, BaseTuner):
         self._note_frozen([adapter_names] if isinstance(adapter_names, str) else adapter_names, not requires_grad)
 
     def _note_frozen(self, adapter_names: Sequence[str], frozen: bool) -> None:
+        self._flags = None  # what is set now holds, also if the adapters are disabled
         change = self._frozen_on_purpose.union if frozen else self._frozen_on_purpose.difference
         self._frozen_on_purpose = change(adapter_names)
         self._is_trained_set_checked = False
 
     def _enable_adapter_layers(self, enabled: bool = True) -> None:
+        # PEFT makes the active adapters trainable when it enables them, whether or not they were before
+        if not enabled and self._flags is None:
+            parameters = adapter_parameters(self.model, list(self.peft_config))
+            self._flags = [(parameter, parameter.requires_grad) for _, parameter in parameters]
         super()._enable_adapter_layers(enabled)
+        if enabled and self._flags is not None:
+            for parameter, flag in self._flags:
+                parameter.requires_grad_(flag)
+            self._flags = None
         self._sync_labels(enabled)
 
     def _sync_labels(self, enabled: bool = True) -> None:
