@@ -10,12 +10,12 @@ import torch
 from peft_surgical.bank.files import Spec
 from peft_surgical.copies.in_place import TunedOwner
 from peft_surgical.copies.module import TunedModule
-from peft_surgical.files.adapter import PREFIX
 from peft_surgical.files.base import check_base, check_tensors, describe_base, fingerprint, matches
 from peft_surgical.layers import find_stacks
 from peft_surgical.methods.heads import head_names, head_shapes, label_settings
 from peft_surgical.methods.surgical_config import SurgicalConfig
 from peft_surgical.methods.surgical_model import SurgicalModel
+from peft_surgical.names import PREFIX
 
 
 Units = dict[str, tuple[list[str], bool]]

@@ -23,10 +23,10 @@ from torch import nn
 from peft_surgical.copies.in_place import TunedOwner
 from peft_surgical.copies.module import TunedModule
 from peft_surgical.copies.select import innermost_tuned
-from peft_surgical.files.encoded_state import decode_state
 from peft_surgical.layer_specs import LayerSpec
 from peft_surgical.methods.adapter_state import live_tensors
 from peft_surgical.methods.combine import united_config
+from peft_surgical.methods.encoded_state import decode_state
 from peft_surgical.methods.tuner import DeltaTuner
 
 

@@ -10,9 +10,10 @@ import torch
 from peft.tuners.tuners_utils import BaseTuner
 from torch import nn
 
+from peft_surgical.files.adapter import is_encoded
 from peft_surgical.files.base import check_gathered, check_tensors, sharded
-from peft_surgical.files.encoded_state import decode_state, encode_state, is_encoded
 from peft_surgical.methods.adapter_state import as_live, embedding_tensors, live_tensors, prefix_of_peft_model
+from peft_surgical.methods.encoded_state import decode_state, encode_state
 from peft_surgical.processes import process_number
 from peft_surgical.sharding import whole_weights
 

@@ -15,11 +15,12 @@ from tiny_models import FAMILIES, batch, build
 from transformers import AutoModelForSequenceClassification, BertForSequenceClassification, BertModel
 
 from peft_surgical import SurgicalConfig
+from peft_surgical.convert.change import WeightChanges, relative_distance
 from peft_surgical.convert.diff import diff_checkpoints
 from peft_surgical.convert.merge import merge_checkpoint
-from peft_surgical.files import tensor_files
-from peft_surgical.files.checkpoint import ModelTensors, empty_model
-from peft_surgical.files.tensor_files import Checkpoint, CheckpointWriter, TensorFile, TensorWriter
+from peft_surgical.files import safetensors_io
+from peft_surgical.files.checkpoint import Checkpoint, ModelTensors, empty_model
+from peft_surgical.files.safetensors_io import TensorFile, write_checkpoint, write_tensors
 
 
 TIED_ONCE = pytest.mark.skipif(
@@ -56,6 +57,10 @@ def answer(model, family: str) -> torch.Tensor:
         x["decoder_input_ids"] = x.pop("labels")
     with torch.no_grad():
         return model(**x)[0] if "labels" not in x else model(**x).logits
+
+
+def layer_distances(changes: WeightChanges) -> dict[tuple[str, int], float]:
+    return {key: relative_distance(found) for key, found in changes.by_layer().items()}
 
 
 def assert_same_bits(found: dict, wanted: dict) -> None:
@@ -138,7 +143,7 @@ def test_top_k_and_threshold_keep_the_layers_that_moved_most(tmp_path):
     found = diff_checkpoints(*paths, top_k=2)
     assert found.config.layers == [0, 2]
     assert {name.split(".")[3] for name in found.left_out} == {"1", "3"}
-    distances = found.movement.layer_distances()
+    distances = layer_distances(found.movement)
     between = math.sqrt(distances["encoder", 1] * distances["encoder", 3])
     assert diff_checkpoints(*paths, threshold=between).config.layers == [0, 2, 3]
     with pytest.raises(ValueError, match="threshold=5: no layer moved by more than"):
@@ -156,7 +161,7 @@ def test_movement_is_the_norm_of_the_difference_over_the_norm(tmp_path):
         for m in (base, tuned)
     )
     expected = np.linalg.norm(after - before) / np.linalg.norm(before)
-    assert found.layer_distances()["encoder", 2] == pytest.approx(expected, rel=1e-9)
+    assert layer_distances(found)["encoder", 2] == pytest.approx(expected, rel=1e-9)
     weights = (m.bert.encoder.layer[2].output.dense for m in (base, tuned))
     before, after = (
         np.concatenate([w.weight.detach().double().numpy().ravel(), w.bias.detach().double()]) for w in weights
@@ -333,7 +338,7 @@ def test_a_name_on_the_hub_is_fetched(tmp_path, monkeypatch):
         asked.append((name, tuple(allow_patterns)))
         return str(tmp_path / "base")
 
-    monkeypatch.setattr(tensor_files, "snapshot_download", fetch)
+    monkeypatch.setattr(safetensors_io, "snapshot_download", fetch)
     diff_checkpoints("someone/bert", tmp_path / "tuned", tmp_path / "delta")
     assert [name for name, _ in asked] == ["someone/bert"]
     assert "*.safetensors" in asked[0][1]
