@@ -118,12 +118,7 @@ def measure_changes(
     for name in tqdm(model.state_dict(), disable=not progress, desc="Comparing"):
         if name not in tuned:
             raise ValueError(f"The tuned checkpoint has no tensor {name!r}, which a {type(model).__name__} needs.")
-        after = tuned[name]
-        if name in base and base[name].shape == after.shape:
-            distance, norm, differs = _compare(base[name], after)
-        else:
-            distance, norm, differs = math.nan, math.nan, True
-        changes.append(WeightChange(name, *places[name], distance, norm, differs))
+        changes.append(WeightChange(name, *places[name], *_compare(base.get(name), tuned[name])))
     return changes
 
 
@@ -172,7 +167,10 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(lines)
 
 
-def _compare(base: torch.Tensor, tuned: torch.Tensor) -> tuple[float, float, bool]:
+def _compare(base: torch.Tensor | None, tuned: torch.Tensor) -> tuple[float, float, bool]:
+    """The norm of the difference, the norm of the base's values, and whether any bit differs."""
+    if base is None or base.shape != tuned.shape:
+        return math.nan, math.nan, True
     squares = norms = 0.0
     differs = False
     for before, after in zip(_chunks(base), _chunks(tuned), strict=True):

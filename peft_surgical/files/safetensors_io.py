@@ -116,9 +116,9 @@ def write_tensors(path: str | os.PathLike, tensors: Mapping[str, torch.Tensor]) 
     seen: set[int] = set()
     for name, tensor in tensors.items():
         tensor = tensor.detach().cpu().contiguous()
-        if tensor.data_ptr() in seen:  # tied ones; the format has no names for them
+        if tensor.untyped_storage().data_ptr() in seen:  # the format has no tensors that share memory
             tensor = tensor.clone()
-        seen.add(tensor.data_ptr())
+        seen.add(tensor.untyped_storage().data_ptr())
         whole[name] = tensor
     save_file(whole, path, metadata={"format": "pt"})
     return sum(tensor.nbytes for tensor in whole.values())
