@@ -113,7 +113,7 @@ def measure_changes(
     Raises:
         ValueError: `tuned` lacks a tensor of the model.
     """
-    places = tensor_places(model)
+    places = locate_tensors(model)
     changes = WeightChanges()
     for name in tqdm(model.state_dict(), disable=not progress, desc="Comparing"):
         if name not in tuned:
@@ -122,7 +122,7 @@ def measure_changes(
     return changes
 
 
-def tensor_places(model: nn.Module) -> dict[str, tuple[str, str | None, int | None, str]]:
+def locate_tensors(model: nn.Module) -> dict[str, tuple[str, str | None, int | None, str]]:
     """Where each tensor of a model is: the path of its module, the stack, the layer, and the part of the layer."""
     places: dict[str, tuple[str, str | None, int | None, str]] = {}
     layers = {layer.path: layer for stack in find_stacks(model).values() for layer in stack.layers}
@@ -131,13 +131,13 @@ def tensor_places(model: nn.Module) -> dict[str, tuple[str, str | None, int | No
             part = name.rpartition(".")[0]
             module = f"{path}.{part}" if part else path
             places[f"{path}.{name}"] = (module, layer.stack, layer.index, part or "the layer itself")
-    for path, names in _outside_units("", model, layers):
+    for path, names in _outside_modules("", model, layers):
         for name in names:
             places.setdefault(f"{path}.{name}".removeprefix("."), (path, None, None, path))
     return places
 
 
-def _outside_units(path: str, module: nn.Module, layers: Collection[str]) -> Iterator[tuple[str, list[str]]]:
+def _outside_modules(path: str, module: nn.Module, layers: Collection[str]) -> Iterator[tuple[str, list[str]]]:
     """The modules outside the layers that can be tuned as a whole, and what modules around layers hold themselves."""
     if path in layers:
         return
@@ -146,7 +146,7 @@ def _outside_units(path: str, module: nn.Module, layers: Collection[str]) -> Ite
         return
     yield path, own_tensor_names(module)
     for name, child in module.named_children():
-        yield from _outside_units(f"{path}.{name}" if path else name, child, layers)
+        yield from _outside_modules(f"{path}.{name}" if path else name, child, layers)
 
 
 def relative_distance(changes: Iterable[WeightChange]) -> float:

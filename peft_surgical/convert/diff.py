@@ -89,13 +89,13 @@ def diff_checkpoints(
     )
     config.modules_to_save = head_names(model, config.task_type) or None
     config.extra_modules = _choose_outside(movement, old, model, config.modules_to_save or [], embeddings) or None
-    written, nbytes = _write(Path(output), config, model, old, new, progress)
+    config, written, nbytes = _write(Path(output), config, model, old, new, progress)
     return Diff(
         movement=movement,
         config=config,
         left_out=[change.name for change in movement if change.differs and change.name not in written],
         nbytes=nbytes,
-        nbytes_tuned=sum(after.nbytes(name) for name in after),
+        nbytes_tuned=sum(after.meta(name).nbytes for name in after),
     )
 
 
@@ -158,8 +158,8 @@ def _choose_outside(
         is_resized = change.is_new and change.name in old
         if is_resized and embeddings is None:
             raise ValueError(
-                f"{change.name!r} was resized; its shape was {tuple(old.shape(change.name))}. With embeddings=True "
-                "(--embeddings) it is included as it is, and the base must be resized with "
+                f"{change.name!r} was resized; its shape was {tuple(old.meta(change.name).shape)}. With "
+                "embeddings=True (--embeddings) it is included as it is, and the base must be resized with "
                 "model.resize_token_embeddings() before the adapter is loaded. With embeddings=False "
                 "(--no-embeddings) it is left out."
             )
@@ -191,13 +191,13 @@ def _is_in(path: str, module: str) -> bool:
 
 def _write(
     output: Path, config: SurgicalConfig, model: nn.Module, old: ModelTensors, new: ModelTensors, progress: bool
-) -> tuple[set[str], int]:
-    """Write an adapter; gives the names of its tensors in the base, and their size in bytes."""
-    found = _tensors_of_adapter(model, config)
-    known = {e.name for e in found if e.is_copy and e.name in old and old.shape(e.name) == new.shape(e.name)}
-    fingerprints = {name: fingerprint(old[name]) for name in known if old.dtype(name).is_floating_point}
-    config.base = {**describe_base(model, {}), "tensors": fingerprints}
-    config.labels = label_settings(model) if config.modules_to_save else None
+) -> tuple[SurgicalConfig, set[str], int]:
+    """Write an adapter; gives its resolved config, the names of its tensors in the base, and their size in bytes."""
+    base, labels = describe_base(model, {}), label_settings(model)
+    config, found = _resolve(model, config)
+    known = {e.name for e in found if e.is_copy and e.name in old and old.meta(e.name).shape == new.meta(e.name).shape}
+    fingerprints = {name: fingerprint(old[name]) for name in known if old.meta(name).is_floating_point()}
+    config.base, config.labels = {**base, "tensors": fingerprints}, labels if config.modules_to_save else None
     config.base_model_name_or_path = old.checkpoint.source
     tensors: dict[str, torch.Tensor] = {}
     for entry in tqdm(found, disable=not progress, desc="Writing"):
@@ -211,13 +211,14 @@ def _write(
     nbytes = write_tensors(output / SAFETENSORS_WEIGHTS_NAME, tensors)
     mapping = {"base_model_class": type(model).__name__, "parent_library": type(model).__module__}
     config.save_pretrained(str(output), auto_mapping_dict=None if config.task_type else mapping)
-    return {entry.name for entry in found}, nbytes
+    return config, {entry.name for entry in found}, nbytes
 
 
-def _tensors_of_adapter(model: nn.Module, config: SurgicalConfig) -> list[Entry]:
-    """What the file of an adapter with this config holds, as PEFT would save it. Resolves the config's layers."""
+def _resolve(model: nn.Module, config: SurgicalConfig) -> tuple[SurgicalConfig, list[Entry]]:
+    """The config with its layers as they are saved, and what PEFT would save in the file of such an adapter."""
     encoding, config.base, config.encoding = config.encoding, {}, "values"  # there are no values to look at
     wrapped = PeftModel(model, config)
     found = entries(get_peft_model_state_dict(wrapped, save_embedding_layers=False))
-    config.encoding = encoding
-    return found
+    resolved: Any = wrapped.peft_config["default"]
+    resolved.encoding = encoding
+    return resolved, found

@@ -73,7 +73,9 @@ def merged_model(before: Checkpoint, delta: AdapterFile) -> nn.Module:
     config = AutoConfig.from_pretrained(before.folder)
     record = getattr(delta.config, "base", None) or {}
     labels = getattr(delta.config, "labels", None) or {}
-    model = empty_model(before, _architecture(config, delta, record), **_size_settings(config, record, labels))
+    sizes = {"num_labels": labels.get("num_labels"), "vocab_size": record.get("vocab_size")}
+    known = {name: size for name, size in sizes.items() if size and hasattr(config, name)}
+    model = empty_model(before, _architecture(config, delta, record), **known)
     apply_label_settings(model, labels)
     return model
 
@@ -99,16 +101,6 @@ def _architecture(config: Any, delta: AdapterFile, record: Mapping[str, Any]) ->
     return next((bare + ending for ending in endings if hasattr(transformers, bare + ending)), own)
 
 
-def _size_settings(config: Any, record: Mapping[str, Any], labels: Mapping[str, Any]) -> dict[str, Any]:
-    sizes = {}
-    if labels:
-        sizes["num_labels"] = labels["num_labels"]
-    vocabulary = record.get("vocab_size")
-    if vocabulary and hasattr(config, "vocab_size"):
-        sizes["vocab_size"] = vocabulary
-    return sizes
-
-
 def _merge_by_tensor(
     model: Any,
     before: Checkpoint,
@@ -123,9 +115,9 @@ def _merge_by_tensor(
     shapes = model.state_dict()
     plan: dict[str, torch.Tensor] = {}
     for name, entry in sources.items():
-        stored = delta.file.dtype(next(iter(entry.keys().values()))) if entry and name not in old else old.dtype(name)
-        kept = dtype if dtype and stored.is_floating_point else stored
-        plan[name] = torch.empty(shapes[name].shape, dtype=kept, device="meta")
+        stored = delta.file.meta(next(iter(entry.keys().values()))) if entry and name not in old else old.meta(name)
+        kept = dtype if dtype and stored.is_floating_point() else stored.dtype
+        plan[name] = shapes[name].to(kept)
 
     def read(name: str) -> torch.Tensor:
         bar.update()

@@ -93,7 +93,7 @@ class AdapterFile:
 
     def nbytes(self, entry: Entry) -> int:
         """The size of a tensor in the file, all parts together, in bytes."""
-        return sum(self.file.nbytes(key) for key in entry.keys().values())
+        return sum(self.file.meta(key).nbytes for key in entry.keys().values())
 
 
 def entries(names: Iterable[str]) -> list[Entry]:

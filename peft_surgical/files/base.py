@@ -146,7 +146,7 @@ def check_file(
             shape. The message names the file and the first such tensor.
     """
     file = TensorFile(path, present_name)
-    shapes = decoded_shapes({name: file.shape(name) for name in file}, expected, str(path))
+    shapes = decoded_shapes({name: file.meta(name).shape for name in file}, expected, str(path))
     check_tensors({n: torch.Size(s) for n, s in shapes.items()}, expected, source=str(path), is_known=is_known)
 
 

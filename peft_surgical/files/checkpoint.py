@@ -68,19 +68,10 @@ class Checkpoint:
     def __getitem__(self, name: str) -> torch.Tensor:
         return self._where[name][name]
 
-    def shape(self, name: str) -> torch.Size:
-        """The shape of a tensor, without reading it."""
+    def meta(self, name: str) -> torch.Tensor:
+        """A tensor on the meta device: shape, dtype and size in bytes, without reading it."""
         file = self._where[name]
-        return file.shape(name) if isinstance(file, TensorFile) else file[name].shape
-
-    def dtype(self, name: str) -> torch.dtype:
-        """The dtype of a tensor, without reading it."""
-        file = self._where[name]
-        return file.dtype(name) if isinstance(file, TensorFile) else file[name].dtype
-
-    def nbytes(self, name: str) -> int:
-        """The size of a tensor, in bytes."""
-        return self.shape(name).numel() * self.dtype(name).itemsize
+        return file.meta(name) if isinstance(file, TensorFile) else file[name].to("meta")
 
     def side_files(self) -> list[Path]:
         """The tokenizer's and other small files beside config and weights."""
@@ -143,13 +134,11 @@ class ModelTensors(Mapping[str, torch.Tensor]):
             return self.checkpoint[self._sources[name]]
         return _convert(self._converted[name], self.checkpoint, self._model)[name]
 
-    def shape(self, name: str) -> torch.Size:
-        """The shape of a tensor, without reading it where the checkpoint has it as it is."""
-        return self.checkpoint.shape(self._sources[name]) if name in self._sources else self[name].shape
-
-    def dtype(self, name: str) -> torch.dtype:
-        """The dtype of a tensor, without reading it."""
-        return self.checkpoint.dtype(self._sources[name] if name in self._sources else self._converted[name][0])
+    def meta(self, name: str) -> torch.Tensor:
+        """A tensor on the meta device: shape, dtype and size in bytes, without reading it."""
+        if name in self._sources:
+            return self.checkpoint.meta(self._sources[name])
+        return _convert(self._converted[name], self.checkpoint, self._model, meta=True)[name]
 
 
 def empty_model(source: Checkpoint, architecture: str | None = None, **changes: Any) -> nn.Module:
@@ -265,7 +254,7 @@ def _transformers_rules(model: nn.Module, prefix: str, wanted: Mapping[str, torc
 def _convert(group: Any, checkpoint: Checkpoint, model: nn.Module, meta: bool = False) -> dict[str, torch.Tensor]:
     converter = copy.deepcopy(group.converter)
     for source in sorted(group, key=_natural_order):
-        tensor = torch.empty(checkpoint.shape(source), device="meta") if meta else checkpoint[source]
+        tensor = checkpoint.meta(source) if meta else checkpoint[source]
         converter.add_tensor(group.name, source, group.patterns[source], tensor)
     made = converter.convert(group.name, model=model, config=model.config)
     return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}

@@ -23,26 +23,22 @@ _HEADER = 20  # bytes before the packed ones of a lossless tensor
 class Encoding(ABC):
     """One way to write a trained tensor as a difference to the base's.
 
-    All methods are static: an encoding is a name in `ENCODINGS` and a few functions. The suffixes of its parts begin
-    with that name and appear in no other encoding.
+    The suffixes of its parts begin with its name in `ENCODINGS` and appear in no other encoding.
     """
 
     lossy = True
     entries_per_code = 1  # how many entries of the trained tensor one element of the first part stands for
 
-    @staticmethod
     @abstractmethod
-    def part_shapes(shape: Shape) -> dict[str, tuple[int, ...] | None]:
+    def part_shapes(self, shape: Shape) -> dict[str, tuple[int, ...] | None]:
         """The shapes of the tensors in the file by the suffix of their names; None where the data decide."""
 
-    @staticmethod
     @abstractmethod
-    def encode(trained: torch.Tensor, base: torch.Tensor) -> dict[str, torch.Tensor]:
+    def encode(self, trained: torch.Tensor, base: torch.Tensor) -> dict[str, torch.Tensor]:
         """Turn a trained tensor into the tensors in the file, by suffix."""
 
-    @staticmethod
     @abstractmethod
-    def decode(parts: Mapping[str, torch.Tensor], base: torch.Tensor) -> torch.Tensor:
+    def decode(self, parts: Mapping[str, torch.Tensor], base: torch.Tensor) -> torch.Tensor:
         """Turn the tensors in the file into the trained one: exactly, or rounded and in float32 or better."""
 
 
@@ -56,12 +52,10 @@ class Lossless(Encoding):
 
     lossy = False
 
-    @staticmethod
-    def part_shapes(shape: Shape) -> dict[str, tuple[int, ...] | None]:
+    def part_shapes(self, shape: Shape) -> dict[str, tuple[int, ...] | None]:
         return {"lossless": None}
 
-    @staticmethod
-    def encode(trained: torch.Tensor, base: torch.Tensor) -> dict[str, torch.Tensor]:
+    def encode(self, trained: torch.Tensor, base: torch.Tensor) -> dict[str, torch.Tensor]:
         bits = _bits(trained)
         steps = _ordered(bits) - _ordered(_bits(base.to(trained.dtype)))
         one, last = steps.dtype.type(1), steps.dtype.type(8 * steps.itemsize - 1)
@@ -72,8 +66,7 @@ class Lossless(Encoding):
         header = name + zlib.crc32(bits.data).to_bytes(4, "little")
         return {"lossless": torch.frombuffer(bytearray(header + packed), dtype=torch.uint8)}
 
-    @staticmethod
-    def decode(parts: Mapping[str, torch.Tensor], base: torch.Tensor) -> torch.Tensor:
+    def decode(self, parts: Mapping[str, torch.Tensor], base: torch.Tensor) -> torch.Tensor:
         data = parts["lossless"].cpu().numpy()
         dtype = getattr(torch, bytes(data[:16]).decode().strip())
         crc = int.from_bytes(bytes(data[16:_HEADER]), "little")
@@ -97,34 +90,28 @@ class Lossless(Encoding):
 class Bfloat16(Encoding):
     """The difference, rounded to bfloat16: within a 256th of each entry's difference."""
 
-    @staticmethod
-    def part_shapes(shape: Shape) -> dict[str, tuple[int, ...] | None]:
+    def part_shapes(self, shape: Shape) -> dict[str, tuple[int, ...] | None]:
         return {"bf16": tuple(shape)}
 
-    @staticmethod
-    def encode(trained: torch.Tensor, base: torch.Tensor) -> dict[str, torch.Tensor]:
+    def encode(self, trained: torch.Tensor, base: torch.Tensor) -> dict[str, torch.Tensor]:
         return {"bf16": difference(trained, base).to(torch.bfloat16)}
 
-    @staticmethod
-    def decode(parts: Mapping[str, torch.Tensor], base: torch.Tensor) -> torch.Tensor:
+    def decode(self, parts: Mapping[str, torch.Tensor], base: torch.Tensor) -> torch.Tensor:
         return _add(base, parts["bf16"])
 
 
 class Int8(Encoding):
     """The difference in steps of a 127th of its row's largest entry: within half a step."""
 
-    @staticmethod
-    def part_shapes(shape: Shape) -> dict[str, tuple[int, ...] | None]:
+    def part_shapes(self, shape: Shape) -> dict[str, tuple[int, ...] | None]:
         return {"int8": tuple(shape), "int8_scale": (*shape[:-1], 1)}
 
-    @staticmethod
-    def encode(trained: torch.Tensor, base: torch.Tensor) -> dict[str, torch.Tensor]:
+    def encode(self, trained: torch.Tensor, base: torch.Tensor) -> dict[str, torch.Tensor]:
         delta = difference(trained, base)
         scale = (delta.abs().amax(-1, keepdim=True) / 127).float()
         return {"int8": _steps(delta, scale, 127).to(torch.int8), "int8_scale": scale}
 
-    @staticmethod
-    def decode(parts: Mapping[str, torch.Tensor], base: torch.Tensor) -> torch.Tensor:
+    def decode(self, parts: Mapping[str, torch.Tensor], base: torch.Tensor) -> torch.Tensor:
         return _add(base, parts["int8"].float() * parts["int8_scale"])
 
 
@@ -136,21 +123,18 @@ class Int4(Encoding):
 
     entries_per_code = 2
 
-    @staticmethod
-    def part_shapes(shape: Shape) -> dict[str, tuple[int, ...] | None]:
+    def part_shapes(self, shape: Shape) -> dict[str, tuple[int, ...] | None]:
         size = math.prod(shape)
         return {"int4": (math.ceil(size / 2),), "int4_scale": (math.ceil(size / GROUP), 1)}
 
-    @staticmethod
-    def encode(trained: torch.Tensor, base: torch.Tensor) -> dict[str, torch.Tensor]:
+    def encode(self, trained: torch.Tensor, base: torch.Tensor) -> dict[str, torch.Tensor]:
         delta = _grouped(difference(trained, base))
         scale = (delta.abs().amax(-1, keepdim=True) / 7).to(torch.bfloat16)
         codes = (_steps(delta, scale.to(delta.dtype), 7) + 8).to(torch.uint8).reshape(-1)
         packed = codes[0::2] | (codes[1::2] << 4)
         return {"int4": packed[: math.ceil(trained.numel() / 2)].clone(), "int4_scale": scale}
 
-    @staticmethod
-    def decode(parts: Mapping[str, torch.Tensor], base: torch.Tensor) -> torch.Tensor:
+    def decode(self, parts: Mapping[str, torch.Tensor], base: torch.Tensor) -> torch.Tensor:
         packed = parts["int4"]
         codes = torch.stack([packed & 15, packed >> 4], -1).reshape(-1)[: base.numel()]
         steps = _grouped(codes.float() - 8) * parts["int4_scale"].float()
@@ -166,34 +150,31 @@ class Sign(Encoding):
 
     entries_per_code = 8
 
-    @staticmethod
-    def part_shapes(shape: Shape) -> dict[str, tuple[int, ...] | None]:
+    def part_shapes(self, shape: Shape) -> dict[str, tuple[int, ...] | None]:
         return {"sign": (math.ceil(math.prod(shape) / 8),), "sign_scale": (*shape[:-1], 1)}
 
-    @staticmethod
-    def encode(trained: torch.Tensor, base: torch.Tensor) -> dict[str, torch.Tensor]:
+    def encode(self, trained: torch.Tensor, base: torch.Tensor) -> dict[str, torch.Tensor]:
         delta = difference(trained, base)
         up = torch.nn.functional.pad((delta > 0).reshape(-1).to(torch.uint8), (0, -delta.numel() % 8))
         packed = (up.reshape(-1, 8) << _bit_places(up.device)).sum(-1).to(torch.uint8)
         return {"sign": packed, "sign_scale": delta.abs().mean(-1, keepdim=True).float()}
 
-    @staticmethod
-    def decode(parts: Mapping[str, torch.Tensor], base: torch.Tensor) -> torch.Tensor:
+    def decode(self, parts: Mapping[str, torch.Tensor], base: torch.Tensor) -> torch.Tensor:
         packed = parts["sign"]
         up = ((packed[:, None] >> _bit_places(packed.device)) & 1).reshape(-1)[: base.numel()].reshape(base.shape)
         return _add(base, torch.where(up.bool(), parts["sign_scale"], -parts["sign_scale"]))
 
 
-ENCODINGS: dict[str, type[Encoding]] = {
-    "lossless": Lossless,
-    "bf16": Bfloat16,
-    "int8": Int8,
-    "int4": Int4,
-    "sign": Sign,
+ENCODINGS: dict[str, Encoding] = {
+    "lossless": Lossless(),
+    "bf16": Bfloat16(),
+    "int8": Int8(),
+    "int4": Int4(),
+    "sign": Sign(),
 }
 
 
-def find_encoding(name: str) -> type[Encoding]:
+def find_encoding(name: str) -> Encoding:
     """The encoding with a name.
 
     Raises:

@@ -68,17 +68,10 @@ class TensorFile(Mapping[str, torch.Tensor]):
     def __getitem__(self, name: str) -> torch.Tensor:
         return self._file.get_tensor(self._names[name])
 
-    def shape(self, name: str) -> torch.Size:
-        """The shape of a tensor, from the header."""
-        return torch.Size(self._file.get_slice(self._names[name]).get_shape())
-
-    def dtype(self, name: str) -> torch.dtype:
-        """The dtype of a tensor, from the header."""
-        return DTYPES[self._file.get_slice(self._names[name]).get_dtype()]
-
-    def nbytes(self, name: str) -> int:
-        """The size of a tensor in the file, in bytes."""
-        return self.shape(name).numel() * self.dtype(name).itemsize
+    def meta(self, name: str) -> torch.Tensor:
+        """A tensor on the meta device: shape, dtype and size in bytes, from the header alone."""
+        header = self._file.get_slice(self._names[name])
+        return torch.empty(header.get_shape(), dtype=DTYPES[header.get_dtype()], device="meta")
 
 
 def read_pickled(path: Path) -> dict[str, torch.Tensor]:

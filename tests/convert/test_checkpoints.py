@@ -358,7 +358,7 @@ def test_pytorchs_own_files_are_read_in_both_of_their_formats(old_format, tmp_pa
     torch.save(state, tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=not old_format)
     found = Checkpoint(tmp_path)
     assert_same_bits({name: found[name] for name in found}, state)
-    assert all(found.shape(name) == t.shape and found.dtype(name) == t.dtype for name, t in state.items())
+    assert all(found.meta(name).shape == t.shape and found.meta(name).dtype == t.dtype for name, t in state.items())
 
 
 @pytest.mark.parametrize(
@@ -446,7 +446,10 @@ def test_a_written_file_holds_every_dtype_and_shape(tmp_path):
         assert {*found} == tensors.keys()
         assert all(torch.equal(found[n], t) and found[n].dtype == t.dtype for n, t in tensors.items())
     file = TensorFile(tmp_path / "x.safetensors")
-    assert all((file.shape(n), file.dtype(n), file.nbytes(n)) == (t.shape, t.dtype, t.nbytes) for n, t in file.items())
+    assert all(
+        (file.meta(n).shape, file.meta(n).dtype, file.meta(n).nbytes) == (t.shape, t.dtype, t.nbytes)
+        for n, t in file.items()
+    )
 
 
 def test_a_checkpoint_that_fails_half_way_leaves_what_was_there(tmp_path):
