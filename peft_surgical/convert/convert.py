@@ -14,7 +14,7 @@ from peft.utils import SAFETENSORS_WEIGHTS_NAME
 from peft.utils.constants import DUMMY_TARGET_MODULES
 from tqdm import tqdm
 
-from peft_surgical.convert.merge import check_base_tensors, merged_model
+from peft_surgical.convert.merge import check_base_of, merged_model
 from peft_surgical.files.adapter import AdapterFile, encode_tensor, method_of
 from peft_surgical.files.checkpoint import Checkpoint, ModelTensors
 from peft_surgical.files.encodings import find_encoding
@@ -52,8 +52,9 @@ def convert_adapter(
     if not any(entry.is_copy for entry in delta.entries):
         raise ValueError(f"{delta.source} holds no tuned copies of the base's tensors, so there is nothing to encode.")
     before = base_of(delta, base)
-    old = ModelTensors(before, merged_model(before, delta))
-    check_base_tensors(old, delta)
+    model = merged_model(before, delta)
+    old = ModelTensors(before, model)
+    check_base_of(delta, old, model)
     config: Any = delta.config
     config.encoding = encoding
     tensors: dict[str, torch.Tensor] = {}

@@ -72,8 +72,8 @@ class Inspection:
             (g.name, str(g.tensors), f"{g.nbytes:,}", f"{_ratio(g):.3f}", "+".join(g.encodings), f"{g.error:.1e}")
             for g in self.groups
         ]
-        total = Group("all", sum(g.tensors for g in self.groups), self.nbytes, self.values_nbytes, (), 0)
-        rows.append((total.name, str(total.tensors), f"{total.nbytes:,}", f"{_ratio(total):.3f}", "", ""))
+        count = str(sum(g.tensors for g in self.groups))
+        rows.append(("all", count, f"{self.nbytes:,}", f"{_ratio(self):.3f}", "", ""))
         head = ("in", "tensors", "bytes", "of values", "encoding", "error")
         return "\n".join([self.source, *lines, table(head, rows)])
 
@@ -164,7 +164,7 @@ def _group(name: str, entries: list[Entry], adapter: AdapterFile) -> Group:
         if entry.encoding == "values":
             values += adapter.nbytes(entry)
         else:
-            values += values_nbytes(entry.encoding, {suffix: adapter.file[key] for suffix, key in keys.items()})
+            values += values_nbytes(entry.encoding, adapter.file[keys[entry.encoding]])
     return Group(
         name=name,
         tensors=len(entries),
@@ -195,8 +195,8 @@ def _likeness(
     return same, dot / math.prod(norms) if all(norms) else math.nan
 
 
-def _ratio(group: Group) -> float:
-    return group.nbytes / group.values_nbytes if group.values_nbytes else 1.0
+def _ratio(of: Group | Inspection) -> float:
+    return of.nbytes / of.values_nbytes if of.values_nbytes else 1.0
 
 
 def _relation(first: int, second: int, same: bool) -> str:

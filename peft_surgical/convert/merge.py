@@ -17,7 +17,7 @@ from tqdm import tqdm
 from transformers import AutoConfig
 
 from peft_surgical.files.adapter import AdapterFile, Entry
-from peft_surgical.files.base import matches
+from peft_surgical.files.base import check_base
 from peft_surgical.files.checkpoint import TASKS, Checkpoint, ModelTensors, architecture_of, empty_model
 from peft_surgical.files.safetensors_io import write_checkpoint
 from peft_surgical.methods.heads import apply_label_settings
@@ -141,7 +141,7 @@ def _sources(model: nn.Module, old: ModelTensors, delta: AdapterFile) -> dict[st
     replaced = {entry.name: entry for entry in delta.entries}
     if unknown := [name for name in replaced if name not in names]:
         raise ValueError(f"{delta.source} has {unknown[0]!r}, which a {type(model).__name__} does not have.")
-    check_base_tensors(old, delta)
+    check_base_of(delta, old, model)
     found: dict[str, Entry | None] = {}
     for name in names:
         aliases = old.aliases.get(name, [])
@@ -156,18 +156,17 @@ def _sources(model: nn.Module, old: ModelTensors, delta: AdapterFile) -> dict[st
     return found
 
 
-def check_base_tensors(old: ModelTensors, delta: AdapterFile) -> None:
-    """Check that tensors are those of the base that an adapter was trained on.
+def check_base_of(delta: AdapterFile, old: ModelTensors, model: nn.Module) -> None:
+    """Check that a checkpoint is the base that an adapter was trained on, as far as its config tells.
 
     Raises:
-        ValueError: They are not. The message names the first that differs.
+        ValueError: It is another one. The message names the first difference.
     """
     config: Any = delta.config
     if not getattr(config, "check_base", True):
         return
-    for name, wanted in (getattr(config, "base", None) or {}).get("tensors", {}).items():
-        if name not in old or not matches(wanted, old[name]):
-            raise ValueError(
-                f"{delta.source} was trained on another base than {old.checkpoint.source}: {name!r} has other values "
-                f"there. Its config names {config.base_model_name_or_path!r}."
-            )
+    try:
+        check_base(getattr(config, "base", None) or {}, model, old)
+    except ValueError as error:
+        named = config.base_model_name_or_path
+        raise ValueError(f"{delta.source} names the base {named!r}, not {old.checkpoint.source}: {error}") from error

@@ -75,12 +75,13 @@ def check_base(
             )
     for old_name, wanted in record.get("tensors", {}).items():
         name = present_name(old_name)
-        if name not in tensors:
+        tensor = tensors.get(name)
+        if tensor is None:
             raise ValueError(
                 f"This adapter was trained on another base model: this {type(model).__name__} has no tensor {name!r}. "
                 "If its modules were renamed, say so in the config's key_mapping."
             )
-        if _is_comparable(tensors[name]) and not matches(wanted, tensors[name]):
+        if _is_comparable(tensor) and not matches(wanted, tensor):
             raise ValueError(
                 f"This adapter was trained on another base model: {name!r} has other values here. Load the adapter "
                 "onto the checkpoint it was trained on. To load it all the same, set check_base to false in its "

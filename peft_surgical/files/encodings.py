@@ -185,17 +185,17 @@ def find_encoding(name: str) -> Encoding:
     return ENCODINGS[name]
 
 
-def values_nbytes(encoding: str, parts: Mapping[str, torch.Tensor]) -> int:
+def values_nbytes(encoding: str, codes: torch.Tensor) -> int:
     """The size in bytes that the plain values of an encoded tensor would have: in float32 if they were rounded.
 
     Args:
         encoding: The encoding's name.
-        parts: The tensors in the file, by suffix. Sizes that fill no whole code are rounded up.
+        codes: The tensor in the file whose suffix is that name. What does not fill a whole code is rounded up.
     """
     chosen = find_encoding(encoding)
     if chosen.lossy:
-        return parts[encoding].numel() * chosen.entries_per_code * 4
-    return _zstd().frame_content_size(parts[encoding][_HEADER : _HEADER + 32].numpy().tobytes())
+        return codes.numel() * chosen.entries_per_code * 4
+    return _zstd().frame_content_size(codes[_HEADER : _HEADER + 32].numpy().tobytes())
 
 
 def difference(trained: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
