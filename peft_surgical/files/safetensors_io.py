@@ -150,11 +150,11 @@ def download(name: str, patterns: Sequence[str]) -> Path:
     """Fetch the files of a model on the hub that match, and give their folder.
 
     Raises:
-        ValueError: There is no such model, or it cannot be had from here.
+        ValueError: There is no such model, or it cannot be downloaded.
     """
     try:
         return Path(snapshot_download(name, allow_patterns=list(patterns)))
     except Exception as error:  # offline, no such repository, not a name at all: the hub library has many kinds
         raise ValueError(
-            f"{name} is neither a folder nor a model on the hub that can be had from here ({error})."
+            f"{name} is neither a folder nor a model on the hub that can be downloaded ({error})."
         ) from error

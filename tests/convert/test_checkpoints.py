@@ -3,8 +3,6 @@ from __future__ import annotations
 import json
 import math
 import shutil
-import weakref
-from collections import UserDict
 
 import numpy as np
 import pytest
@@ -12,6 +10,7 @@ import torch
 import transformers
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from safetensors.torch import load_file
+from tensor_checks import Counted, assert_same_bits
 from tiny_models import FAMILIES, batch, build
 from transformers import AutoModelForSequenceClassification, BertForSequenceClassification, BertModel
 
@@ -20,8 +19,6 @@ from peft_surgical.convert.change import WeightChanges, measure_changes, relativ
 from peft_surgical.convert.diff import diff_checkpoints
 from peft_surgical.convert.merge import merge_checkpoint
 from peft_surgical.files import safetensors_io
-from peft_surgical.files.checkpoint import Checkpoint, ModelTensors, empty_model
-from peft_surgical.files.safetensors_io import TensorFile, write_checkpoint, write_tensors
 
 
 TIED_ONCE = pytest.mark.skipif(
@@ -62,13 +59,6 @@ def answer(model, family: str) -> torch.Tensor:
 
 def layer_distances(changes: WeightChanges) -> dict[tuple[str, int], float]:
     return {key: relative_distance(found) for key, found in changes.by_layer().items()}
-
-
-def assert_same_bits(found: dict, wanted: dict) -> None:
-    assert found.keys() == wanted.keys()
-    for name, tensor in wanted.items():
-        assert found[name].dtype == tensor.dtype, name
-        assert torch.equal(found[name].view(torch.uint8), tensor.view(torch.uint8)), name
 
 
 # ---- diff
@@ -350,141 +340,11 @@ def test_a_name_on_the_hub_is_fetched(tmp_path, monkeypatch):
     )
 
 
-@pytest.mark.parametrize("old_format", [False, True])
-def test_pytorchs_own_files_are_read_in_both_of_their_formats(old_format, tmp_path):
-    build("bert").save_pretrained(tmp_path)
-    state = load_file(tmp_path / "model.safetensors")
-    (tmp_path / "model.safetensors").unlink()
-    torch.save(state, tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=not old_format)
-    found = Checkpoint(tmp_path)
-    assert_same_bits({name: found[name] for name in found}, state)
-    assert all(found.meta(name).shape == t.shape and found.meta(name).dtype == t.dtype for name, t in state.items())
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b"not a file of tensors", "cannot be read as a PyTorch file of tensors"),
-        ({"state_dict": {"a": torch.zeros(2)}}, "holds something else than tensors by name"),
-        ({"a": Exception}, "cannot be read as a PyTorch file of tensors"),  # code is never run
-    ],
-    ids=["damaged", "nested", "code"],
-)
-def test_what_pytorchs_files_may_not_hold_is_named_in_one_line(content, message, tmp_path):
-    (tmp_path / "config.json").write_text("{}")
-    file = tmp_path / "pytorch_model.bin"
-    if isinstance(content, bytes):
-        file.write_bytes(content)
-    else:
-        torch.save(content, file)
-    with pytest.raises(ValueError, match=rf"pytorch_model\.bin {message}") as caught:
-        Checkpoint(tmp_path)
-    assert len(str(caught.value).splitlines()) == 1
-
-
-@pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json"])
-def test_damaged_json_is_named(name, tmp_path):
-    build("bert").save_pretrained(tmp_path)
-    (tmp_path / name).write_text("{")
-    with pytest.raises(ValueError, match=f"{name} cannot be read as JSON"):
-        Checkpoint(tmp_path)
-
-
-class Counted(UserDict[str, torch.Tensor]):
-    """Tensors, copied when they are asked for; knows how many and how many bytes of them were alive at once."""
-
-    def __init__(self, tensors):
-        super().__init__(tensors)
-        self.alive: dict[int, int] = {}
-        self.most = self.most_bytes = 0
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        tensor = super().__getitem__(name).clone()
-        self.alive[id(tensor)] = tensor.nbytes
-        weakref.finalize(tensor, self.alive.pop, id(tensor), None)
-        self.most = max(self.most, len(self.alive))
-        self.most_bytes = max(self.most_bytes, sum(self.alive.values()))
-        return tensor
-
-
 def test_never_more_than_one_tensor_of_each_checkpoint_is_compared():
     base, tuned = build("bert"), build("bert", seed=1)
     states = Counted(base.state_dict()), Counted(tuned.state_dict())
     assert all(change.differs for change in measure_changes(*states, base))
     assert [state.most for state in states] == [1, 1]
-
-
-def test_never_more_than_one_file_of_a_checkpoint_is_in_memory(tmp_path):
-    tensors = Counted({f"t{i}": torch.full((10,), float(i)) for i in range(7)})
-    plan = {name: tensor.to("meta") for name, tensor in tensors.items()}
-    write_checkpoint(tmp_path, plan, tensors.__getitem__, max_shard_size=85)
-    assert tensors.most_bytes == 80
-    files = sorted(path.name for path in tmp_path.iterdir())
-    assert files == [*(f"model-0000{i}-of-00004.safetensors" for i in range(1, 5)), "model.safetensors.index.json"]
-    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
-    assert index["metadata"] == {"total_size": 280}
-    for name, file in index["weight_map"].items():
-        assert torch.equal(load_file(tmp_path / file)[name], tensors[name])
-
-
-def test_a_written_file_holds_every_dtype_and_shape(tmp_path):
-    tied = torch.randn(4)
-    tensors = {
-        "a": torch.randint(0, 9, (3,), dtype=torch.int8),
-        "b": torch.randn(5, dtype=torch.bfloat16),
-        "c": torch.randn(2, 3, dtype=torch.float64),
-        "d": torch.randn(()),
-        "e": torch.zeros(0, 4),
-        "f": torch.randn(3, dtype=torch.complex64),
-        "turned": torch.randn(4, 3).t(),
-        "tied": tied,
-        "tied too": tied,
-        "a part of it": tied[1:],
-    }
-    assert write_tensors(tmp_path / "x.safetensors", tensors) == sum(t.nbytes for t in tensors.values())
-    for found in (load_file(tmp_path / "x.safetensors"), TensorFile(tmp_path / "x.safetensors")):
-        assert {*found} == tensors.keys()
-        assert all(torch.equal(found[n], t) and found[n].dtype == t.dtype for n, t in tensors.items())
-    file = TensorFile(tmp_path / "x.safetensors")
-    assert all(
-        (file.meta(n).shape, file.meta(n).dtype, file.meta(n).nbytes) == (t.shape, t.dtype, t.nbytes)
-        for n, t in file.items()
-    )
-
-
-def test_a_checkpoint_that_fails_half_way_leaves_what_was_there(tmp_path):
-    tensors = {name: torch.randn(9) for name in "abc"}
-    plan = {name: tensor.to("meta") for name, tensor in tensors.items()}
-
-    def fail_at_b(name: str) -> torch.Tensor:
-        if name == "b":
-            raise RuntimeError("stop")
-        return tensors[name]
-
-    for size, files in ((40, 4), (1000, 1)):
-        with pytest.raises(RuntimeError, match="stop"):
-            write_checkpoint(tmp_path, plan, fail_at_b, size)
-        assert list(tmp_path.iterdir()) == []
-        write_checkpoint(tmp_path, plan, tensors.__getitem__, size)
-        before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-        assert len(before) == files
-        with pytest.raises(RuntimeError, match="stop"):
-            write_checkpoint(tmp_path, plan, fail_at_b, size)
-        assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
-        for path in tmp_path.iterdir():
-            path.unlink()
-
-
-@pytest.mark.parametrize("family", list(FAMILIES))
-def test_a_checkpoint_is_read_by_the_names_of_its_model(family, tmp_path):
-    model = build(family)
-    model.save_pretrained(tmp_path)
-    checkpoint = Checkpoint(tmp_path)
-    found = ModelTensors(checkpoint, empty_model(checkpoint))
-    assert found.unknown == []
-    assert_same_bits(
-        {name: found[name] for name in found}, dict(sorted(model.state_dict().items())) and model.state_dict()
-    )
 
 
 # ---- merge
