@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from peft_surgical.files.tensor_files import DTYPES
+from peft_surgical.files.safetensors_io import DTYPES
 
 
 ALIGNMENT = 256  # bytes; what matrix kernels like best

@@ -21,9 +21,9 @@ from peft_surgical.bank.store import Task
 from peft_surgical.bank.structure import Units
 from peft_surgical.copies.in_place import TunedInPlace
 from peft_surgical.copies.module import TunedModule
-from peft_surgical.files.adapter import PREFIX, method_of
+from peft_surgical.files.adapter import method_of
 from peft_surgical.methods.stratified.layers import StratifiedModule
-from peft_surgical.names import OWN_TENSORS
+from peft_surgical.names import OWN_TENSORS, PREFIX
 
 
 SURGICAL = TunedModule.adapter_layer_names[0]

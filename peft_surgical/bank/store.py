@@ -16,9 +16,9 @@ from peft.utils import SAFETENSORS_WEIGHTS_NAME
 
 from peft_surgical.bank.files import Layout, Spec, TaskFile
 from peft_surgical.bank.tiers import NoRoomError, Tier
-from peft_surgical.files.adapter import Entry, entries, read_config
-from peft_surgical.files.encoded_state import ERROR, decode_tensors, decoded_shapes
-from peft_surgical.files.tensor_files import download
+from peft_surgical.files.adapter import ERROR, Entry, decode_tensors, decoded_shapes, entries
+from peft_surgical.files.safetensors_io import download
+from peft_surgical.methods.config import read_config
 
 
 @dataclass
@@ -101,7 +101,7 @@ def read_task(name: str, adapter: str, source: str | os.PathLike, base: Mapping[
     folder = Path(source) if os.path.isdir(source) else download(os.fspath(source), ["adapter_*"])
     config, present_name = read_config(folder)
     file = TaskFile(folder / SAFETENSORS_WEIGHTS_NAME, present_name)
-    found = {entry.key: entry for entry in entries(dict.fromkeys(file.specs))}
+    found = {entry.key: entry for entry in entries(file.specs)}
     shapes = {key: spec.shape for key, spec in file.specs.items()}
     expected = {
         key: tuple(base[e.name].shape) for key, e in found.items() if e.encoding != "values" and e.name in base

@@ -9,12 +9,11 @@ import torch
 
 from peft_surgical.bank.files import Spec
 from peft_surgical.copies.module import TunedModule
-from peft_surgical.files.adapter import PREFIX
 from peft_surgical.files.base import check_base, check_tensors, describe_base, fingerprint, matches
 from peft_surgical.layers import find_stacks
 from peft_surgical.methods.heads import head_names, head_shapes, label_settings
 from peft_surgical.methods.surgical import SurgicalConfig, SurgicalModel
-from peft_surgical.names import OWN_TENSORS
+from peft_surgical.names import OWN_TENSORS, PREFIX
 
 
 Units = dict[str, tuple[list[str], bool]]

@@ -15,7 +15,7 @@ from peft_surgical.convert.convert import base_of, convert_adapter, export_lora
 from peft_surgical.convert.distil import Distillation, distil_scales
 from peft_surgical.convert.inspect import inspect_adapter
 from peft_surgical.convert.merge import adapted_model
-from peft_surgical.files.adapter import AdapterFile
+from peft_surgical.methods.config import open_adapter
 from peft_surgical.training.loading import load_tokenizer
 from peft_surgical.training.splits import find_split, read_splits
 from peft_surgical.training.tasks import encode, make_task
@@ -78,7 +78,7 @@ def _distil(
     text_columns: tuple[str, ...],
     progress: bool,
 ) -> Distillation:
-    delta = AdapterFile(adapter)
+    delta = open_adapter(adapter)
     before = base_of(delta, base)
     model = adapted_model(before, delta).eval()
     tokenizer = load_tokenizer(before.source)

@@ -33,8 +33,8 @@ def diff(
 ) -> None:
     """Turn a fine-tuned checkpoint into an adapter that holds only the layers that differ, and the head.
 
-    With the defaults the adapter restores the tuned model bit for bit. Only one tensor of each checkpoint is in memory
-    at a time.
+    With the defaults the adapter restores the tuned model bit for bit. The checkpoints are compared one tensor at a
+    time.
     """
     console = make_console(quiet=quiet)
     with options.errors_in_words(console):

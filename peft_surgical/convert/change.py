@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,7 +20,7 @@ CHUNK = 1 << 22  # entries compared at a time, so that differences take little m
 
 
 @dataclass(frozen=True)
-class Move:
+class WeightChange:
     """How far one tensor moved.
 
     Args:
@@ -48,34 +49,31 @@ class Move:
         return math.isnan(self.distance)
 
 
-class Movement(list[Move]):
-    """The moves of all tensors of a model."""
+class WeightChanges(list[WeightChange]):
+    """The changes of all tensors of a model."""
 
-    def by_layer(self) -> dict[tuple[str, int], list[Move]]:
-        """The moves inside layers, by stack and layer."""
-        return _grouped(self, lambda move: (move.stack, move.layer))
-
-    def layer_distances(self) -> dict[tuple[str, int], float]:
-        """How far each layer moved, relative to its norm."""
-        return {key: relative_distance(moves) for key, moves in self.by_layer().items()}
+    def by_layer(self) -> dict[tuple[str, int], list[WeightChange]]:
+        """The changes inside layers, by stack and layer."""
+        return _grouped(self._in_layers(), lambda change: (change.stack, change.layer))
 
     def by_part(self) -> dict[tuple[str, int, str], float]:
         """How far each sub-layer moved, relative to its norm."""
-        groups = _grouped(self, lambda move: (move.stack, move.layer, move.part))
-        return {key: relative_distance(moves) for key, moves in groups.items()}
+        groups = _grouped(self._in_layers(), lambda change: (change.stack, change.layer, change.part))
+        return {key: relative_distance(changes) for key, changes in groups.items()}
 
     def __str__(self) -> str:
-        rows = [
-            (f"{stack} {layer}", f"{relative_distance(moves):.3e}", _largest(moves), str(_count(moves)))
-            for (stack, layer), moves in self.by_layer().items()
-        ]
-        outside = _grouped(
-            (m for m in self if m.layer is None and m.differs), lambda move: (move.module,), within_layers=False
-        )
-        for (module,), moves in outside.items():
-            moved = "new" if any(m.is_new for m in moves) else f"{relative_distance(moves):.3e}"
-            rows.append((module or "the model itself", moved, "", str(_count(moves))))
+        rows = []
+        for (stack, layer), changes in self.by_layer().items():
+            distance = f"{relative_distance(changes):.3e}"
+            rows.append((f"{stack} {layer}", distance, _largest(changes), str(_count(changes))))
+        outside = _grouped((c for c in self if c.layer is None and c.differs), lambda change: change.module)
+        for module, changes in outside.items():
+            distance = "new" if any(c.is_new for c in changes) else f"{relative_distance(changes):.3e}"
+            rows.append((module or "the model itself", distance, "", str(_count(changes))))
         return table(("layer", "moved", "most in", "tensors that differ"), rows)
+
+    def _in_layers(self) -> Iterator[WeightChange]:
+        return (change for change in self if change.layer is not None)
 
     def plot(self, path: str | os.PathLike) -> None:
         """Draw a heat map, a layer per column and a sub-layer per row.
@@ -101,9 +99,9 @@ class Movement(list[Move]):
         figure.savefig(path, dpi=150)
 
 
-def measure_movement(
+def measure_changes(
     base: Mapping[str, torch.Tensor], tuned: Mapping[str, torch.Tensor], model: nn.Module, *, progress: bool = False
-) -> Movement:
+) -> WeightChanges:
     """Compare two sets of a model's tensors, one tensor at a time.
 
     Args:
@@ -115,37 +113,31 @@ def measure_movement(
     Raises:
         ValueError: `tuned` lacks a tensor of the model.
     """
-    places = tensor_places(model)
-    moves = Movement()
+    places = locate_tensors(model)
+    changes = WeightChanges()
     for name in tqdm(model.state_dict(), disable=not progress, desc="Comparing"):
         if name not in tuned:
             raise ValueError(f"The tuned checkpoint has no tensor {name!r}, which a {type(model).__name__} needs.")
-        after = tuned[name]
-        if name in base and base[name].shape == after.shape:
-            distance, norm, differs = _compare(base[name], after)
-        else:
-            distance, norm, differs = math.nan, math.nan, True
-        moves.append(Move(name, *places[name], distance, norm, differs))
-    return moves
+        changes.append(WeightChange(name, *places[name], *_compare(base.get(name), tuned[name])))
+    return changes
 
 
-def tensor_places(model: nn.Module) -> dict[str, tuple[str, str | None, int | None, str]]:
+def locate_tensors(model: nn.Module) -> dict[str, tuple[str, str | None, int | None, str]]:
     """Where each tensor of a model is: the path of its module, the stack, the layer, and the part of the layer."""
     places: dict[str, tuple[str, str | None, int | None, str]] = {}
-    for stack in find_stacks(model).values():
-        for layer in stack.layers:
-            for name in layer.module.state_dict():
-                part = name.rpartition(".")[0]
-                path = f"{layer.path}.{part}" if part else layer.path
-                places[f"{layer.path}.{name}"] = (path, stack.name, layer.index, part or "the layer itself")
-    layers = {layer.path for stack in find_stacks(model).values() for layer in stack.layers}
-    for path, names in _outside_units("", model, layers):
+    layers = {layer.path: layer for stack in find_stacks(model).values() for layer in stack.layers}
+    for path, layer in layers.items():
+        for name in layer.module.state_dict():
+            part = name.rpartition(".")[0]
+            module = f"{path}.{part}" if part else path
+            places[f"{path}.{name}"] = (module, layer.stack, layer.index, part or "the layer itself")
+    for path, names in _outside_modules("", model, layers):
         for name in names:
             places.setdefault(f"{path}.{name}".removeprefix("."), (path, None, None, path))
     return places
 
 
-def _outside_units(path: str, module: nn.Module, layers: set[str]) -> Iterator[tuple[str, list[str]]]:
+def _outside_modules(path: str, module: nn.Module, layers: Collection[str]) -> Iterator[tuple[str, list[str]]]:
     """The modules outside the layers that can be tuned as a whole, and what modules around layers hold themselves."""
     if path in layers:
         return
@@ -154,14 +146,14 @@ def _outside_units(path: str, module: nn.Module, layers: set[str]) -> Iterator[t
         return
     yield path, own_tensor_names(module)
     for name, child in module.named_children():
-        yield from _outside_units(f"{path}.{name}" if path else name, child, layers)
+        yield from _outside_modules(f"{path}.{name}" if path else name, child, layers)
 
 
-def relative_distance(moves: Iterable[Move]) -> float:
+def relative_distance(changes: Iterable[WeightChange]) -> float:
     """The norm of all differences over the norm of the base's values."""
-    moves = [move for move in moves if not move.is_new]
-    norm = math.hypot(*(move.norm for move in moves))
-    distance = math.hypot(*(move.distance for move in moves))
+    known = [change for change in changes if not change.is_new]
+    norm = math.hypot(*(change.norm for change in known))
+    distance = math.hypot(*(change.distance for change in known))
     return distance / norm if norm else (math.inf if distance else 0.0)
 
 
@@ -175,7 +167,10 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(lines)
 
 
-def _compare(base: torch.Tensor, tuned: torch.Tensor) -> tuple[float, float, bool]:
+def _compare(base: torch.Tensor | None, tuned: torch.Tensor) -> tuple[float, float, bool]:
+    """The norm of the difference, the norm of the base's values, and whether any bit differs."""
+    if base is None or base.shape != tuned.shape:
+        return math.nan, math.nan, True
     squares = norms = 0.0
     differs = False
     for before, after in zip(_chunks(base), _chunks(tuned), strict=True):
@@ -201,18 +196,17 @@ def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
 
 
-def _grouped(moves: Iterable[Move], key: Callable[[Move], tuple], within_layers: bool = True) -> dict:
-    groups: dict = {}
-    for move in moves:
-        if not within_layers or move.layer is not None:
-            groups.setdefault(key(move), []).append(move)
+def _grouped(changes: Iterable[WeightChange], key: Callable[[WeightChange], Any]) -> dict[Any, list[WeightChange]]:
+    groups: dict[Any, list[WeightChange]] = {}
+    for change in changes:
+        groups.setdefault(key(change), []).append(change)
     return groups
 
 
-def _largest(moves: Sequence[Move]) -> str:
-    parts = _grouped(moves, lambda move: (move.part,))
-    return max(parts, key=lambda part: relative_distance(parts[part]))[0] if any(m.differs for m in moves) else ""
+def _largest(changes: Sequence[WeightChange]) -> str:
+    parts = _grouped(changes, lambda change: change.part)
+    return max(parts, key=lambda part: relative_distance(parts[part])) if _count(changes) else ""
 
 
-def _count(moves: Sequence[Move]) -> int:
-    return sum(move.differs for move in moves)
+def _count(changes: Sequence[WeightChange]) -> int:
+    return sum(change.differs for change in changes)

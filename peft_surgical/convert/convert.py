@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -14,12 +14,12 @@ from peft.utils import SAFETENSORS_WEIGHTS_NAME
 from peft.utils.constants import DUMMY_TARGET_MODULES
 from tqdm import tqdm
 
-from peft_surgical.convert.merge import check_base_tensors, merged_model
-from peft_surgical.files.adapter import AdapterFile, method_of
-from peft_surgical.files.checkpoint import ModelTensors
-from peft_surgical.files.encoded_state import encode_tensor
+from peft_surgical.convert.merge import check_base_of, merged_model
+from peft_surgical.files.adapter import AdapterFile, encode_tensor, method_of
+from peft_surgical.files.checkpoint import Checkpoint, ModelTensors
 from peft_surgical.files.encodings import find_encoding
-from peft_surgical.files.tensor_files import Checkpoint, TensorWriter
+from peft_surgical.files.safetensors_io import write_tensors
+from peft_surgical.methods.config import open_adapter
 
 
 def convert_adapter(
@@ -30,7 +30,7 @@ def convert_adapter(
     base: str | os.PathLike | None = None,
     progress: bool = False,
 ) -> int:
-    """Write an adapter again with another encoding, one tensor at a time.
+    """Write an adapter again with another encoding.
 
     Args:
         adapter: Its folder, or its name on the hub.
@@ -48,16 +48,24 @@ def convert_adapter(
     """
     if encoding != "values":
         find_encoding(encoding)
-    delta = AdapterFile(adapter)
+    delta = open_adapter(adapter)
     if not any(entry.is_copy for entry in delta.entries):
         raise ValueError(f"{delta.source} holds no tuned copies of the base's tensors, so there is nothing to encode.")
     before = base_of(delta, base)
-    old = ModelTensors(before, merged_model(before, delta))
-    check_base_tensors(old, delta)
+    model = merged_model(before, delta)
+    old = ModelTensors(before, model)
+    check_base_of(delta, old, model)
     config: Any = delta.config
     config.encoding = encoding
-    tensors = _encoded(delta, old, encoding)
-    return _write(delta, output, config, tqdm(tensors, "Converting", len(delta.entries), disable=not progress))
+    tensors: dict[str, torch.Tensor] = {}
+    for entry in tqdm(delta.entries, "Converting", disable=not progress):
+        own = old.get(entry.name) if entry.is_copy else None
+        trained = delta.decode(entry, own)
+        if own is not None and own.shape == trained.shape:
+            tensors.update(encode_tensor(entry.key, trained, own, encoding))
+        else:
+            tensors[entry.key] = trained
+    return _write(delta, output, config, tensors)
 
 
 def export_lora(adapter: str | os.PathLike, output: str | os.PathLike, *, head: bool = False) -> list[str]:
@@ -73,9 +81,9 @@ def export_lora(adapter: str | os.PathLike, output: str | os.PathLike, *, head: 
         the exported adapter computes something else, so this list should be looked at.
 
     Raises:
-        ValueError: The adapter is no STRATIFIED one, or has no LoRA and no head to go along.
+        ValueError: The adapter is not a STRATIFIED one, or has neither LoRA nor a head to go along.
     """
-    delta = AdapterFile(adapter)
+    delta = open_adapter(adapter)
     if delta.config.peft_type != "STRATIFIED":
         raise ValueError(
             f"{delta.source} is a {method_of(delta.config)} adapter; only STRATIFIED ones have a LoRA part to "
@@ -92,7 +100,7 @@ def export_lora(adapter: str | os.PathLike, output: str | os.PathLike, *, head: 
     if not others:  # by the task type alone, PEFT would look for the head's tensors
         config.modules_to_save = config.task_type = None
     kept = [*taken, *others]
-    _write(delta, output, config, ({entry.key: delta.file[entry.key]} for entry in kept))
+    _write(delta, output, config, {entry.key: delta.file[entry.key] for entry in kept})
     return [entry.name for entry in delta.entries if entry not in kept]
 
 
@@ -112,28 +120,14 @@ def base_of(delta: AdapterFile, base: str | os.PathLike | None = None) -> Checkp
     return Checkpoint(source)
 
 
-def _encoded(delta: AdapterFile, old: ModelTensors, encoding: str) -> Iterator[dict[str, torch.Tensor]]:
-    """What an encoding makes of each tensor of an adapter."""
-    for entry in delta.entries:
-        base = old.get(entry.name) if entry.is_copy else None
-        trained = delta.decode(entry, base)
-        if base is not None and base.shape == trained.shape:
-            yield encode_tensor(entry.key, trained, base, encoding)
-        else:
-            yield {entry.key: trained}
-
-
 def _write(
-    delta: AdapterFile, output: str | os.PathLike, config: PeftConfig, tensors: Iterable[Mapping[str, torch.Tensor]]
+    delta: AdapterFile, output: str | os.PathLike, config: PeftConfig, tensors: Mapping[str, torch.Tensor]
 ) -> int:
     """Write an adapter that is made from another; gives the size of its tensors in bytes."""
     folder = Path(output)
     if folder.resolve() == Path(delta.folder).resolve():
         raise ValueError(f"output={str(output)!r} is the adapter itself. Name another folder.")
     folder.mkdir(parents=True, exist_ok=True)
-    with TensorWriter(folder / SAFETENSORS_WEIGHTS_NAME) as writer:
-        for parts in tensors:
-            for key, tensor in parts.items():
-                writer.write(key, tensor)
+    nbytes = write_tensors(folder / SAFETENSORS_WEIGHTS_NAME, tensors)
     config.save_pretrained(str(folder), auto_mapping_dict=delta.config.auto_mapping)
-    return writer.nbytes
+    return nbytes

@@ -8,17 +8,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from peft import PeftModel, get_peft_model_state_dict
 from peft.utils import SAFETENSORS_WEIGHTS_NAME
 from torch import nn
 from tqdm import tqdm
 
-from peft_surgical.convert.change import Movement, measure_movement, relative_distance
-from peft_surgical.files.adapter import Entry, entries
+from peft_surgical.convert.change import WeightChanges, measure_changes, relative_distance
+from peft_surgical.files.adapter import Entry, encode_tensor, entries
 from peft_surgical.files.base import describe_base, fingerprint
-from peft_surgical.files.checkpoint import ModelTensors, empty_model, task_type_of, tied_names
-from peft_surgical.files.encoded_state import encode_tensor
-from peft_surgical.files.tensor_files import Checkpoint, TensorWriter
+from peft_surgical.files.checkpoint import Checkpoint, ModelTensors, empty_model, task_type_of, tied_names
+from peft_surgical.files.safetensors_io import write_tensors
 from peft_surgical.layers import describe_stacks, find_stacks
 from peft_surgical.methods.heads import head_names, label_settings
 from peft_surgical.methods.surgical import SurgicalConfig
@@ -36,7 +36,7 @@ class Diff:
         nbytes_tuned: The size of the tuned model's tensors.
     """
 
-    movement: Movement
+    movement: WeightChanges
     config: SurgicalConfig
     left_out: list[str]
     nbytes: int
@@ -57,8 +57,8 @@ def diff_checkpoints(
     """Turn a fine-tuned checkpoint into a SURGICAL adapter for its base.
 
     The adapter holds the layers that differ, the task's head, and the modules outside the layers that differ
-    (`extra_modules`). With the defaults it restores the tuned model bit for bit. One tensor of each checkpoint is in
-    memory at a time.
+    (`extra_modules`). With the defaults it restores the tuned model bit for bit. The checkpoints are compared one
+    tensor at a time; what is written is in memory, except for plain values, which stay mapped.
 
     Args:
         base: The base: a folder, or the name of a model on the hub.
@@ -80,7 +80,7 @@ def diff_checkpoints(
     model = empty_model(after)
     old, new = ModelTensors(before, model), ModelTensors(after, model)
     _check_alike(before, after, old, model)
-    movement = measure_movement(old, new, model, progress=progress)
+    movement = measure_changes(old, new, model, progress=progress)
     config = SurgicalConfig(
         layers=_choose_layers(movement, old, threshold, top_k),
         task_type=task_type_of(model),
@@ -89,13 +89,13 @@ def diff_checkpoints(
     )
     config.modules_to_save = head_names(model, config.task_type) or None
     config.extra_modules = _choose_outside(movement, old, model, config.modules_to_save or [], embeddings) or None
-    written, nbytes = _write(Path(output), config, model, old, new, progress)
+    config, written, nbytes = _write(Path(output), config, model, old, new, progress)
     return Diff(
         movement=movement,
         config=config,
-        left_out=[move.name for move in movement if move.differs and move.name not in written],
+        left_out=[change.name for change in movement if change.differs and change.name not in written],
         nbytes=nbytes,
-        nbytes_tuned=sum(after.nbytes(name) for name in after),
+        nbytes_tuned=sum(after.meta(name).nbytes for name in after),
     )
 
 
@@ -116,15 +116,17 @@ def _check_alike(before: Checkpoint, after: Checkpoint, old: ModelTensors, model
         )
 
 
-def _choose_layers(movement: Movement, old: ModelTensors, threshold: float, top_k: int | None) -> dict[str, list[int]]:
+def _choose_layers(
+    movement: WeightChanges, old: ModelTensors, threshold: float, top_k: int | None
+) -> dict[str, list[int]]:
     if top_k is not None and top_k < 1:
         raise ValueError(f"top_k={top_k} must be a number of layers, 1 or more.")
     layers = movement.by_layer()
-    if new := [move.name for moves in layers.values() for move in moves if move.is_new]:
+    if new := [change.name for changes in layers.values() for change in changes if change.is_new]:
         raise ValueError(
             f"{old.checkpoint.source} has no {new[0]!r} of the same shape: the checkpoints differ in depth or width."
         )
-    distances = {key: relative_distance(moves) for key, moves in layers.items() if any(m.differs for m in moves)}
+    distances = {key: relative_distance(found) for key, found in layers.items() if any(c.differs for c in found)}
     if not distances:
         raise ValueError("All layers of the two checkpoints are equal, so there is no layer to store.")
     moved = [key for key, distance in distances.items() if distance > threshold or not threshold]
@@ -137,32 +139,32 @@ def _choose_layers(movement: Movement, old: ModelTensors, threshold: float, top_
 
 
 def _choose_outside(
-    movement: Movement, old: ModelTensors, model: nn.Module, heads: Sequence[str], embeddings: bool | None
+    movement: WeightChanges, old: ModelTensors, model: nn.Module, heads: Sequence[str], embeddings: bool | None
 ) -> list[str]:
     """The modules outside the layers that differ, without those that are left out."""
     vocabulary = set(_vocabulary_modules(model))
     layers = _layer_paths(model)
     buffers = dict(model.named_buffers())
     chosen: dict[str, None] = {}
-    for move in movement:
-        if move.layer is not None or not move.differs or any(_is_in(move.module, head) for head in heads):
+    for change in movement:
+        if change.layer is not None or not change.differs or any(_is_in(change.module, head) for head in heads):
             continue
-        if any(_is_in(layer, move.module) for layer in layers):
-            if move.name not in old and move.name in buffers:
+        if any(_is_in(layer, change.module) for layer in layers):
+            if change.name not in old and change.name in buffers:
                 continue  # what a class sets up for itself, e.g. zeros for the logits
             raise ValueError(
-                f"{move.name!r} differs, and the module that holds it also holds the layers: no adapter can tune it."
+                f"{change.name!r} differs, and the module that holds it also holds the layers: no adapter can tune it."
             )
-        is_resized = move.is_new and move.name in old
+        is_resized = change.is_new and change.name in old
         if is_resized and embeddings is None:
             raise ValueError(
-                f"{move.name!r} was resized; its shape was {tuple(old.shape(move.name))}. With embeddings=True "
-                "(--embeddings) it is included as it is, and the base must be resized with "
+                f"{change.name!r} was resized; its shape was {tuple(old.meta(change.name).shape)}. With "
+                "embeddings=True (--embeddings) it is included as it is, and the base must be resized with "
                 "model.resize_token_embeddings() before the adapter is loaded. With embeddings=False "
                 "(--no-embeddings) it is left out."
             )
-        if embeddings is not False or not (is_resized or move.module in vocabulary):
-            chosen[move.module] = None
+        if embeddings is not False or not (is_resized or change.module in vocabulary):
+            chosen[change.module] = None
     return list(chosen)
 
 
@@ -189,39 +191,34 @@ def _is_in(path: str, module: str) -> bool:
 
 def _write(
     output: Path, config: SurgicalConfig, model: nn.Module, old: ModelTensors, new: ModelTensors, progress: bool
-) -> tuple[set[str], int]:
-    """Write an adapter; gives the names of its tensors in the base, and their size in bytes."""
-    base = describe_base(model, {})
-    labels = label_settings(model) if config.modules_to_save else None
-    found = _tensors_of_adapter(model, config)
-    known = {entry.name for entry in found if entry.is_copy and _is_same_shape(entry.name, old, new)}
-    base["tensors"] = {name: fingerprint(old[name]) for name in known if old[name].is_floating_point()}
-    config.base, config.labels, config.base_model_name_or_path = base, labels, old.checkpoint.source
+) -> tuple[SurgicalConfig, set[str], int]:
+    """Write an adapter; gives its resolved config, the names of its tensors in the base, and their size in bytes."""
+    base, labels = describe_base(model, {}), label_settings(model)
+    config, found = _resolve(model, config)
+    known = {e.name for e in found if e.is_copy and e.name in old and old.meta(e.name).shape == new.meta(e.name).shape}
+    fingerprints = {name: fingerprint(old[name]) for name in known if old.meta(name).is_floating_point()}
+    config.base, config.labels = {**base, "tensors": fingerprints}, labels if config.modules_to_save else None
+    config.base_model_name_or_path = old.checkpoint.source
+    tensors: dict[str, torch.Tensor] = {}
+    for entry in tqdm(found, disable=not progress, desc="Writing"):
+        trained = new[entry.name]
+        # what the base lacks, or has in another shape, cannot be written as a difference to it
+        if entry.name in known:
+            tensors.update(encode_tensor(entry.key, trained, old[entry.name], config.encoding))
+        else:
+            tensors[entry.key] = trained
     output.mkdir(parents=True, exist_ok=True)
-    with TensorWriter(output / SAFETENSORS_WEIGHTS_NAME) as writer:
-        for entry in tqdm(found, disable=not progress, desc="Writing"):
-            trained = new[entry.name]
-            # what the base lacks, or has in another shape, cannot be written as a difference to it
-            parts = (
-                encode_tensor(entry.key, trained, old[entry.name], config.encoding)
-                if entry.name in known
-                else {entry.key: trained}
-            )
-            for key, part in parts.items():
-                writer.write(key, part)
+    nbytes = write_tensors(output / SAFETENSORS_WEIGHTS_NAME, tensors)
     mapping = {"base_model_class": type(model).__name__, "parent_library": type(model).__module__}
     config.save_pretrained(str(output), auto_mapping_dict=None if config.task_type else mapping)
-    return {entry.name for entry in found}, writer.nbytes
+    return config, {entry.name for entry in found}, nbytes
 
 
-def _tensors_of_adapter(model: nn.Module, config: SurgicalConfig) -> list[Entry]:
-    """What the file of an adapter with this config holds, as PEFT would save it. Resolves the config's layers."""
+def _resolve(model: nn.Module, config: SurgicalConfig) -> tuple[SurgicalConfig, list[Entry]]:
+    """The config with its layers as they are saved, and what PEFT would save in the file of such an adapter."""
     encoding, config.base, config.encoding = config.encoding, {}, "values"  # there are no values to look at
     wrapped = PeftModel(model, config)
     found = entries(get_peft_model_state_dict(wrapped, save_embedding_layers=False))
-    config.encoding = encoding
-    return found
-
-
-def _is_same_shape(name: str, old: ModelTensors, new: ModelTensors) -> bool:
-    return name in old and old.shape(name) == new.shape(name)
+    resolved: Any = wrapped.peft_config["default"]
+    resolved.encoding = encoding
+    return resolved, found

@@ -12,7 +12,7 @@ from torch import nn
 from tqdm import tqdm
 
 from peft_surgical.copies.module import TunedModule
-from peft_surgical.files.encoding import difference
+from peft_surgical.files.encodings import difference
 
 
 @dataclass(frozen=True)

@@ -14,11 +14,10 @@ import torch
 from peft_surgical.convert.change import table
 from peft_surgical.convert.convert import base_of
 from peft_surgical.convert.merge import merged_model
-from peft_surgical.files.adapter import AdapterFile, Entry, method_of
+from peft_surgical.files.adapter import ERROR, AdapterFile, Entry, method_of
 from peft_surgical.files.checkpoint import ModelTensors
-from peft_surgical.files.encoded_state import ERROR
-from peft_surgical.files.encoding import difference
-from peft_surgical.files.encodings import find_encoding
+from peft_surgical.files.encodings import difference, values_nbytes
+from peft_surgical.methods.config import open_adapter
 
 
 @dataclass(frozen=True)
@@ -73,8 +72,8 @@ class Inspection:
             (g.name, str(g.tensors), f"{g.nbytes:,}", f"{_ratio(g):.3f}", "+".join(g.encodings), f"{g.error:.1e}")
             for g in self.groups
         ]
-        total = Group("all", sum(g.tensors for g in self.groups), self.nbytes, self.values_nbytes, (), 0)
-        rows.append((total.name, str(total.tensors), f"{total.nbytes:,}", f"{_ratio(total):.3f}", "", ""))
+        count = str(sum(g.tensors for g in self.groups))
+        rows.append(("all", count, f"{self.nbytes:,}", f"{_ratio(self):.3f}", "", ""))
         head = ("in", "tensors", "bytes", "of values", "encoding", "error")
         return "\n".join([self.source, *lines, table(head, rows)])
 
@@ -110,7 +109,7 @@ def inspect_adapter(source: str | os.PathLike) -> Inspection:
     Raises:
         ValueError: A file of it is missing or damaged.
     """
-    adapter = AdapterFile(source)
+    adapter = open_adapter(source)
     groups = [_group(name, entries, adapter) for name, entries in _by_layer(adapter).items()]
     config = {**adapter.config.to_dict(), "peft_type": method_of(adapter.config)}
     return Inspection(adapter.source, config, groups)
@@ -128,9 +127,9 @@ def compare_adapters(
             it is by default the one that the config of the first encoded one names.
 
     Raises:
-        ValueError: A file is missing or damaged, or the base of an encoded adapter is not to be had or another one.
+        ValueError: A file is missing or damaged, or the base of an encoded adapter cannot be had or is another one.
     """
-    adapters = AdapterFile(first), AdapterFile(second)
+    adapters = open_adapter(first), open_adapter(second)
     old: Mapping[str, torch.Tensor] = {}
     encoded = next((a for a in adapters if any(entry.encoding != "values" for entry in a.entries)), None)
     if base is not None or encoded is not None:
@@ -165,8 +164,7 @@ def _group(name: str, entries: list[Entry], adapter: AdapterFile) -> Group:
         if entry.encoding == "values":
             values += adapter.nbytes(entry)
         else:
-            parts = {suffix: adapter.file[key] for suffix, key in keys.items()}
-            values += find_encoding(entry.encoding).values_nbytes(parts)
+            values += values_nbytes(entry.encoding, adapter.file[keys[entry.encoding]])
     return Group(
         name=name,
         tensors=len(entries),
@@ -191,14 +189,14 @@ def _likeness(
         a, b = (adapter.decode(entry, base) for adapter, entry in zip(adapters, pair, strict=True))
         same = same and a.dtype == b.dtype and torch.equal(a, b)
         if base is not None and a.shape == b.shape == base.shape:
-            moves = [difference(tensor, base).double().reshape(-1) for tensor in (a, b)]
-            dot += float(moves[0] @ moves[1])
-            norms = [math.hypot(norm, float(move.norm())) for norm, move in zip(norms, moves, strict=True)]
+            steps = [difference(tensor, base).double().reshape(-1) for tensor in (a, b)]
+            dot += float(steps[0] @ steps[1])
+            norms = [math.hypot(norm, float(step.norm())) for norm, step in zip(norms, steps, strict=True)]
     return same, dot / math.prod(norms) if all(norms) else math.nan
 
 
-def _ratio(group: Group) -> float:
-    return group.nbytes / group.values_nbytes if group.values_nbytes else 1.0
+def _ratio(of: Group | Inspection) -> float:
+    return of.nbytes / of.values_nbytes if of.values_nbytes else 1.0
 
 
 def _relation(first: int, second: int, same: bool) -> str:

@@ -1,10 +1,10 @@
-"""Ordinary checkpoints from a base and an adapter, one tensor at a time."""
+"""Ordinary checkpoints from a base and an adapter."""
 
 from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,10 @@ from tqdm import tqdm
 from transformers import AutoConfig
 
 from peft_surgical.files.adapter import AdapterFile, Entry
-from peft_surgical.files.base import matches
-from peft_surgical.files.checkpoint import TASKS, ModelTensors, architecture_of, empty_model
-from peft_surgical.files.tensor_files import Checkpoint, CheckpointWriter
+from peft_surgical.files.base import check_base
+from peft_surgical.files.checkpoint import TASKS, Checkpoint, ModelTensors, architecture_of, empty_model
+from peft_surgical.files.safetensors_io import write_checkpoint
+from peft_surgical.methods.config import open_adapter
 from peft_surgical.methods.heads import apply_label_settings
 
 
@@ -34,7 +35,8 @@ def merge_checkpoint(
 ) -> nn.Module:
     """Write the model that a base and an adapter make together, as an ordinary checkpoint of transformers.
 
-    A SURGICAL adapter is merged one tensor at a time; any other is loaded with its base and merged by PEFT.
+    A SURGICAL adapter is merged tensor by tensor, one file of the result at a time; any other is loaded with its base
+    and merged by PEFT.
 
     Args:
         base: The base: a folder, or the name of a model on the hub.
@@ -50,20 +52,17 @@ def merge_checkpoint(
     Raises:
         ValueError: The adapter belongs to another base, or the base and the adapter together lack a tensor.
     """
-    before, delta = Checkpoint(base), AdapterFile(adapter)
+    before, delta = Checkpoint(base), open_adapter(adapter)
     folder = Path(output)
     if folder.resolve() == before.folder.resolve():
         raise ValueError(f"output={str(output)!r} is the base itself, which a merge never writes to.")
-    folder.mkdir(parents=True, exist_ok=True)
     model = merged_model(before, delta)
-    if delta.config.peft_type != "SURGICAL":
-        _merge_in_memory(before, delta, folder, dtype, max_shard_size)
+    if delta.config.peft_type == "SURGICAL":
+        _merge_by_tensor(model, before, delta, folder, dtype, convert_file_size_to_int(max_shard_size), progress)
     else:
-        with CheckpointWriter(folder, convert_file_size_to_int(max_shard_size)) as writer:
-            tensors = _merged_tensors(model, ModelTensors(before, model), delta, dtype)
-            for name, tensor in tqdm(tensors, total=len(model.state_dict()), disable=not progress, desc="Merging"):
-                writer.write(name, tensor)
-        _save_config(model, folder, dtype)
+        merged: Any = adapted_model(before, delta).merge_and_unload()
+        merged = merged if dtype is None else merged.to(dtype)
+        merged.save_pretrained(folder, max_shard_size=max_shard_size)
     for path in before.side_files():
         shutil.copy(path, folder / path.name)
     return model
@@ -74,7 +73,9 @@ def merged_model(before: Checkpoint, delta: AdapterFile) -> nn.Module:
     config = AutoConfig.from_pretrained(before.folder)
     record = getattr(delta.config, "base", None) or {}
     labels = getattr(delta.config, "labels", None) or {}
-    model = empty_model(before, _architecture(config, delta, record), **_sizes(config, record, labels))
+    sizes = {"num_labels": labels.get("num_labels"), "vocab_size": record.get("vocab_size")}
+    known = {name: size for name, size in sizes.items() if size and hasattr(config, name)}
+    model = empty_model(before, _architecture(config, delta, record), **known)
     apply_label_settings(model, labels)
     return model
 
@@ -100,79 +101,72 @@ def _architecture(config: Any, delta: AdapterFile, record: Mapping[str, Any]) ->
     return next((bare + ending for ending in endings if hasattr(transformers, bare + ending)), own)
 
 
-def _sizes(config: Any, record: Mapping[str, Any], labels: Mapping[str, Any]) -> dict[str, Any]:
-    sizes = {}
-    if labels:
-        sizes["num_labels"] = labels["num_labels"]
-    vocabulary = record.get("vocab_size")
-    if vocabulary and hasattr(config, "vocab_size"):
-        sizes["vocab_size"] = vocabulary
-    return sizes
+def _merge_by_tensor(
+    model: Any,
+    before: Checkpoint,
+    delta: AdapterFile,
+    folder: Path,
+    dtype: torch.dtype | None,
+    max_shard_size: int,
+    progress: bool,
+) -> None:
+    old = ModelTensors(before, model)
+    sources = _sources(model, old, delta)
+    shapes = model.state_dict()
+    plan: dict[str, torch.Tensor] = {}
+    for name, entry in sources.items():
+        stored = delta.file.meta(next(iter(entry.keys().values()))) if entry and name not in old else old.meta(name)
+        kept = dtype if dtype and stored.is_floating_point() else stored.dtype
+        plan[name] = shapes[name].to(kept)
 
+    def read(name: str) -> torch.Tensor:
+        bar.update()
+        entry, base = sources[name], old.get(name)
+        value = base if entry is None else delta.decode(entry, base)
+        assert value is not None
+        return value.to(plan[name].dtype)
 
-def _merged_tensors(
-    model: nn.Module, old: ModelTensors, delta: AdapterFile, dtype: torch.dtype | None
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """The merged model's tensors by name, tied ones once."""
-    names = model.state_dict()
-    replaced = {entry.name: entry for entry in delta.entries}
-    if unknown := [name for name in replaced if name not in names]:
-        raise ValueError(f"{delta.source} has {unknown[0]!r}, which a {type(model).__name__} does not have.")
-    check_base_tensors(old, delta)
-    done: set[str] = set()
-    for name in names:
-        aliases = old.aliases.get(name, [])
-        if any(alias in done for alias in aliases):
-            continue
-        done.add(name)
-        entry = next((replaced[n] for n in (name, *aliases) if n in replaced), None)
-        base = old[name] if name in old else None
-        if entry is None and base is None:
-            raise ValueError(
-                f"Neither {old.checkpoint.source} nor {delta.source} has {name!r}, which a {type(model).__name__} "
-                "needs. Name a base that has it."
-            )
-        yield name, _merged(entry, base, delta, dtype)
-
-
-def _merged(
-    entry: Entry | None, base: torch.Tensor | None, delta: AdapterFile, dtype: torch.dtype | None
-) -> torch.Tensor:
-    value = delta.decode(entry, base) if entry is not None else base
-    assert value is not None
-    if not value.is_floating_point():
-        return value
-    return value.to(dtype or (value if base is None else base).dtype)
-
-
-def check_base_tensors(old: ModelTensors, delta: AdapterFile) -> None:
-    """Check that tensors are those of the base that an adapter was trained on.
-
-    Raises:
-        ValueError: They are not. The message names the first that differs.
-    """
-    config: Any = delta.config
-    if not getattr(config, "check_base", True):
-        return
-    for name, wanted in (getattr(config, "base", None) or {}).get("tensors", {}).items():
-        if name not in old or not matches(wanted, old[name]):
-            raise ValueError(
-                f"{delta.source} was trained on another base than {old.checkpoint.source}: {name!r} has other values "
-                f"there. Its config names {config.base_model_name_or_path!r}."
-            )
-
-
-def _save_config(model: Any, folder: Path, dtype: torch.dtype | None) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    with tqdm(total=len(plan), disable=not progress, desc="Merging") as bar:
+        write_checkpoint(folder, plan, read, max_shard_size)
     model.config.architectures = [type(model).__name__]
     if dtype is not None:
         model.config.dtype = dtype
     model.config.save_pretrained(folder)
 
 
-def _merge_in_memory(
-    before: Checkpoint, delta: AdapterFile, folder: Path, dtype: torch.dtype | None, max_shard_size: int | str
-) -> None:
-    merged: Any = adapted_model(before, delta).merge_and_unload()
-    if dtype is not None:
-        merged = merged.to(dtype)
-    merged.save_pretrained(folder, max_shard_size=max_shard_size)
+def _sources(model: nn.Module, old: ModelTensors, delta: AdapterFile) -> dict[str, Entry | None]:
+    """What the adapter has for each tensor of the merged model, None for the base's own; tied ones come once."""
+    names = model.state_dict()
+    replaced = {entry.name: entry for entry in delta.entries}
+    if unknown := [name for name in replaced if name not in names]:
+        raise ValueError(f"{delta.source} has {unknown[0]!r}, which a {type(model).__name__} does not have.")
+    check_base_of(delta, old, model)
+    found: dict[str, Entry | None] = {}
+    for name in names:
+        aliases = old.aliases.get(name, [])
+        if any(alias in found for alias in aliases):
+            continue
+        found[name] = next((replaced[n] for n in (name, *aliases) if n in replaced), None)
+        if found[name] is None and name not in old:
+            raise ValueError(
+                f"Neither {old.checkpoint.source} nor {delta.source} has {name!r}, which a {type(model).__name__} "
+                "needs. Name a base that has it."
+            )
+    return found
+
+
+def check_base_of(delta: AdapterFile, old: ModelTensors, model: nn.Module) -> None:
+    """Check that a checkpoint is the base that an adapter was trained on, as far as its config tells.
+
+    Raises:
+        ValueError: It is another one. The message names the first difference.
+    """
+    config: Any = delta.config
+    if not getattr(config, "check_base", True):
+        return
+    try:
+        check_base(getattr(config, "base", None) or {}, model, old)
+    except ValueError as error:
+        named = config.base_model_name_or_path
+        raise ValueError(f"{delta.source} names the base {named!r}, not {old.checkpoint.source}: {error}") from error

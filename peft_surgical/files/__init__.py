@@ -1,1 +1,1 @@
-"""What is on disk: the check of the base, encodings, differences of checkpoints, inspection, merging."""
+"""What is on disk: files of tensors, encodings, saved adapters, checkpoints, and the check of the base."""

@@ -1,30 +1,28 @@
-"""A saved adapter, read tensor by tensor: what is in its two files, by the names that the tensors have in the base."""
+"""A saved adapter, read tensor by tensor: what is in its file, by the names that the tensors have in the base.
+
+An encoded tensor takes the place of the plain one: `...weight` becomes `...weight:int8` and `...weight:int8_scale`. So
+the file says by itself how each tensor is encoded, and tensors that an encoding does not suit (biases, norms, heads,
+values that are not finite) stay plain beside the encoded ones. The suffix has no dot, so it survives PEFT's
+translation of names.
+"""
 
 from __future__ import annotations
 
-import copy
 import os
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from peft import PeftConfig
-from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 from peft.utils import SAFETENSORS_WEIGHTS_NAME
 
-from peft_surgical.copies.module import TunedModule
-from peft_surgical.files.encoded_state import decode_tensors, encoding_of, group_parts
-from peft_surgical.files.tensor_files import TensorFile, download
-from peft_surgical.methods.config import DeltaConfig
-from peft_surgical.methods.stratified.layers import StratifiedModule
-from peft_surgical.names import OWN_TENSORS
+from peft_surgical.files.encodings import ENCODINGS, Shape, difference, find_encoding
+from peft_surgical.files.safetensors_io import TensorFile
+from peft_surgical.names import PREFIX, CopyName
 
 
-PREFIX = "base_model.model."
-_CONTAINERS = "|".join((*TunedModule.adapter_layer_names, *StratifiedModule.adapter_layer_names))
-_COPY = re.compile(rf"(?P<path>.+?)(\.{OWN_TENSORS})?\.({_CONTAINERS})\.(?P<name>[^.]+)")
+SEPARATOR = ":"
+ERROR = "error"
 
 
 @dataclass(frozen=True)
@@ -46,31 +44,38 @@ class Entry:
     @property
     def encoding(self) -> str:
         """How it is written."""
-        return encoding_of(dict.fromkeys(self.suffixes))
+        return encoding_of(self.suffixes)
 
     def keys(self) -> dict[str, str]:
         """The names of its parts in the file, by suffix."""
-        return {suffix: f"{self.key}:{suffix}" if suffix else self.key for suffix in self.suffixes}
+        return {suffix: f"{self.key}{SEPARATOR}{suffix}" if suffix else self.key for suffix in self.suffixes}
 
 
 class AdapterFile:
     """A saved adapter of any PEFT method, with the names that its tensors have in the base at hand.
 
     Args:
-        source: Its folder, or its name on the hub.
+        source: What to call it in errors.
+        folder: Its folder.
+        config: Its config.
+        present_name: The name at hand of a tensor, by its name in the file.
 
     Raises:
-        ValueError: A file is missing or damaged. The message names it.
+        ValueError: Its file of tensors is missing or damaged. The message names it.
     """
 
-    def __init__(self, source: str | os.PathLike):
-        self.source = os.fspath(source)
-        self.folder = source if os.path.isdir(source) else download(self.source, ["adapter_*"])
-        self.config, present_name = read_config(self.folder)
-        self.path = os.path.join(self.folder, SAFETENSORS_WEIGHTS_NAME)
-        if not os.path.isfile(self.path):
-            raise ValueError(f"{self.source} has no {SAFETENSORS_WEIGHTS_NAME}. Save the adapter again.")
-        self.file = TensorFile(self.path, present_name)
+    def __init__(
+        self,
+        source: str,
+        folder: str | os.PathLike,
+        config: PeftConfig,
+        present_name: Callable[[str], str] = lambda name: name,
+    ):
+        self.source, self.folder, self.config = source, folder, config
+        path = os.path.join(folder, SAFETENSORS_WEIGHTS_NAME)
+        if not os.path.isfile(path):
+            raise ValueError(f"{source} has no {SAFETENSORS_WEIGHTS_NAME}. Save the adapter again.")
+        self.file = TensorFile(path, present_name)
         self.entries = entries(self.file)
 
     def decode(self, entry: Entry, base: torch.Tensor | None = None) -> torch.Tensor:
@@ -88,48 +93,167 @@ class AdapterFile:
 
     def nbytes(self, entry: Entry) -> int:
         """The size of a tensor in the file, all parts together, in bytes."""
-        return sum(self.file.nbytes(key) for key in entry.keys().values())
+        return sum(self.file.meta(key).nbytes for key in entry.keys().values())
 
 
-def entries(names: Mapping[str, Any] | TensorFile) -> list[Entry]:
+def entries(names: Iterable[str]) -> list[Entry]:
     """The trained tensors in an adapter's file, from the names in its header.
 
     Example:
 
-        >>> entries({"base_model.model.pooler.surgical_params.dense|weight": None})[0].name
+        >>> entries(["base_model.model.pooler.surgical_params.dense|weight"])[0].name
         'pooler.dense.weight'
     """
     return [entry_of(key, list(parts)) for key, parts in group_parts(dict.fromkeys(names)).items()]
 
 
-def read_config(folder: str | os.PathLike) -> tuple[PeftConfig, Callable[[str], str]]:
-    """The config of a saved adapter, of whatever method, and what its file's tensors are called in the base at hand.
-
-    Raises:
-        ValueError: It is missing, damaged, or of a method that is not known.
-    """
-    try:
-        method = PeftConfig._get_peft_type(os.fspath(folder))
-        config: Any = PEFT_TYPE_TO_CONFIG_MAPPING[method].from_pretrained(os.fspath(folder))
-    except (ValueError, KeyError, OSError, TypeError, AttributeError) as error:
-        raise ValueError(
-            f"{folder} has no adapter_config.json that can be read ({type(error).__name__}: {error})."
-        ) from error
-    if not isinstance(config, DeltaConfig):
-        return config, lambda name: name
-    names = copy.copy(config)  # remembers how the names are mapped
-    config.forget_saved_names()
-    return config, names.present_name
-
-
 def entry_of(key: str, suffixes: Sequence[str] = ("",)) -> Entry:
     """What a plain name in an adapter's file stands for."""
-    plain = key.removeprefix(PREFIX)
-    if match := _COPY.fullmatch(plain):
-        return Entry(key, f"{match['path']}.{match['name'].replace('|', '.')}", True, list(suffixes))
-    return Entry(key, plain, False, list(suffixes))
+    copy = CopyName.parse(key)
+    return Entry(key, copy.in_base if copy else key.removeprefix(PREFIX), copy is not None, list(suffixes))
 
 
 def method_of(config: PeftConfig) -> str:
     """The name of a config's method, in capitals."""
     return getattr(config.peft_type, "value", None) or str(config.peft_type)
+
+
+# ---- encoded tensors
+
+
+def encode_tensor(name: str, trained: torch.Tensor, base: torch.Tensor, encoding: str) -> dict[str, torch.Tensor]:
+    """Write one tensor with an encoding, or plain where the encoding does not suit it.
+
+    Args:
+        name: The tensor's plain name in the file.
+        trained: The trained tensor.
+        base: The base's own tensor, of the same shape and any dtype.
+        encoding: `"values"`, or a name in `ENCODINGS`.
+
+    Returns:
+        The tensors for the file, by name. Tensors of one dimension (biases, norms) stay plain, as do those that would
+        not get smaller, and those with values that are not finite where the encoding is lossy. Lossy encodings add
+        `name:error`, a float32 tensor of shape (2,): the norm of the error and the norm of the difference.
+
+    Example:
+
+        >>> parts = encode_tensor("weight", torch.ones(2, 8), torch.zeros(2, 8), "sign")
+        >>> sorted(parts)
+        ['weight:error', 'weight:sign', 'weight:sign_scale']
+    """
+    trained, base = trained.detach(), base.detach().to(trained.device)
+    if encoding == "values":
+        return {name: trained}
+    chosen = find_encoding(encoding)
+    if trained.ndim < 2 or not trained.numel():
+        return {name: trained}
+    if chosen.lossy and not (trained.is_floating_point() and base.is_floating_point()):
+        return {name: trained}
+    parts = chosen.encode(trained, base)
+    if chosen.lossy:
+        exact = trained.to(torch.promote_types(trained.dtype, torch.float32))
+        norms = [(chosen.decode(parts, base) - exact).norm(), difference(trained, base).norm()]
+        parts[ERROR] = torch.stack(norms).float()
+    is_smaller = sum(part.nbytes for part in parts.values()) < trained.nbytes
+    if not is_smaller or (chosen.lossy and not torch.isfinite(parts[ERROR]).all()):
+        return {name: trained}
+    return {f"{name}{SEPARATOR}{suffix}": part for suffix, part in parts.items()}
+
+
+def decode_tensors(tensors: Mapping[str, torch.Tensor], bases: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Turn encoded tensors into trained ones; plain ones pass through.
+
+    Args:
+        tensors: The tensors of a file, by name.
+        bases: The base's own tensors, by the plain name of the trained ones.
+
+    Raises:
+        ValueError: An encoded tensor has no base, cannot be decoded, or was not encoded against this base.
+    """
+    decoded = {}
+    for name, parts in group_parts(tensors).items():
+        if "" in parts:
+            decoded[name] = parts[""]
+            continue
+        if name not in bases:
+            raise ValueError(
+                f"The tensor {name!r} is encoded ({', '.join(parts)}), but the model has no such tensor to decode it "
+                "against. Load the adapter onto the base it was trained on."
+            )
+        base = bases[name].detach()
+        parts = {suffix: part.to(base.device) for suffix, part in parts.items()}
+        try:
+            decoded[name] = find_encoding(encoding_of(parts)).decode(parts, base)
+        except (ValueError, RuntimeError) as error:
+            raise ValueError(f"The tensor {name!r} cannot be decoded: {error}.") from error
+    return decoded
+
+
+def decoded_shapes(shapes: Mapping[str, Shape], expected: Mapping[str, Shape], source: str) -> dict[str, Shape]:
+    """The shapes that a file's tensors will have once decoded, from its header alone.
+
+    Args:
+        shapes: The shapes in the file, by name.
+        expected: The shapes of the trained tensors, by plain name.
+        source: What to call the file in errors.
+
+    Raises:
+        ValueError: The parts of an encoded tensor are not just those of an encoding, with the shapes that it needs.
+    """
+    decoded: dict[str, Shape] = {}
+    for name, parts in group_parts(shapes).items():
+        if "" in parts or name not in expected:
+            decoded[name] = parts.get("", ())
+            continue
+        try:
+            encoding = encoding_of(parts)
+        except ValueError as error:
+            raise ValueError(f"{source}: the tensor {name!r}: {error}") from error
+        needed = find_encoding(encoding).part_shapes(expected[name])
+        for suffix, shape in needed.items():
+            if suffix not in parts:
+                raise ValueError(f"{source} lacks the tensor {name + SEPARATOR + suffix!r}. Save the adapter again.")
+            if shape is not None and tuple(parts[suffix]) != shape:
+                raise ValueError(
+                    f"{source}: the tensor {name + SEPARATOR + suffix!r} has shape {tuple(parts[suffix])}, this model "
+                    f"needs {shape}. Load the adapter onto the base it was trained on."
+                )
+        decoded[name] = expected[name]
+    return decoded
+
+
+def group_parts(tensors: Mapping[str, object]) -> dict[str, dict]:
+    """What a file holds for each plain name: by suffix, the suffix of a plain tensor being empty.
+
+    Example:
+
+        >>> group_parts({"a": 1, "b:int8": 2, "b:int8_scale": 3})
+        {'a': {'': 1}, 'b': {'int8': 2, 'int8_scale': 3}}
+    """
+    groups: dict[str, dict] = {}
+    for key, value in tensors.items():
+        name, _, suffix = key.partition(SEPARATOR)
+        groups.setdefault(name, {})[suffix] = value
+    return groups
+
+
+def encoding_of(suffixes: Collection[str]) -> str:
+    """The encoding that the parts of one tensor belong to.
+
+    Raises:
+        ValueError: It is not known.
+    """
+    if "" in suffixes:
+        return "values"
+    for name in ENCODINGS:
+        if name in suffixes:
+            return name
+    raise ValueError(
+        f"its parts {', '.join(suffixes)} are of no known encoding ({', '.join(ENCODINGS)}). Was the file written by "
+        "a newer version of peft_surgical?"
+    )
+
+
+def is_encoded(names: Iterable[str]) -> bool:
+    """Whether any of a file's tensors is encoded, by their names."""
+    return any(SEPARATOR in name for name in names)

@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from peft_surgical.files.encoded_state import decoded_shapes
+from peft_surgical.files.adapter import decoded_shapes
+from peft_surgical.files.safetensors_io import TensorFile
 from peft_surgical.layers import find_stacks, unwrap
 
 
@@ -75,12 +75,13 @@ def check_base(
             )
     for old_name, wanted in record.get("tensors", {}).items():
         name = present_name(old_name)
-        if name not in tensors:
+        tensor = tensors.get(name)
+        if tensor is None:
             raise ValueError(
                 f"This adapter was trained on another base model: this {type(model).__name__} has no tensor {name!r}. "
                 "If its modules were renamed, say so in the config's key_mapping."
             )
-        if _is_comparable(tensors[name]) and not matches(wanted, tensors[name]):
+        if _is_comparable(tensor) and not matches(wanted, tensor):
             raise ValueError(
                 f"This adapter was trained on another base model: {name!r} has other values here. Load the adapter "
                 "onto the checkpoint it was trained on. To load it all the same, set check_base to false in its "
@@ -110,7 +111,7 @@ def matches(wanted: str, tensor: torch.Tensor) -> bool:
     """Whether a tensor is the one with this fingerprint, or the same one in another dtype.
 
     In the same dtype the values must be equal bit for bit; else they are rounded to the coarser of the two dtypes,
-    where a value that was rounded twice may be off by one unit in the last place.
+    where a value that was rounded twice may be off by one in the last place.
     """
     dtype_name, _, text = wanted.partition(":")
     dtype = getattr(torch, dtype_name)
@@ -145,14 +146,9 @@ def check_file(
         ValueError: The file is damaged or not a safetensors file, or a tensor is missing, unknown, empty or of another
             shape. The message names the file and the first such tensor.
     """
-    try:
-        with safe_open(path, framework="pt") as file:
-            names = list(file.keys())
-            shapes = {present_name(name): torch.Size(file.get_slice(name).get_shape()) for name in names}
-    except (SafetensorError, OSError) as error:
-        raise ValueError(f"{path} cannot be read as a safetensors file ({error}). Save or copy it again.") from error
-    shapes = {name: torch.Size(s) for name, s in decoded_shapes(shapes, expected, str(path)).items()}
-    check_tensors(shapes, expected, source=str(path), is_known=is_known)
+    file = TensorFile(path, present_name)
+    shapes = decoded_shapes({name: file.meta(name).shape for name in file}, expected, str(path))
+    check_tensors({n: torch.Size(s) for n, s in shapes.items()}, expected, source=str(path), is_known=is_known)
 
 
 def check_tensors(

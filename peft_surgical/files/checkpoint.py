@@ -1,4 +1,4 @@
-"""A checkpoint's tensors by the names that they have in a model, whatever the checkpoint calls them.
+"""A saved model: its files, and its tensors by the names that they have in a model, whatever the files call them.
 
 Names differ between the bare and the headed model, between versions of transformers, and where several tensors of a
 checkpoint make up one of the model (experts). Tied tensors may be stored once or several times.
@@ -7,8 +7,11 @@ checkpoint make up one of the model (experts). Tied tensors may be stored once o
 from __future__ import annotations
 
 import copy
+import json
+import os
 import re
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +20,7 @@ from peft import TaskType
 from torch import nn
 from transformers import AutoConfig, PretrainedConfig
 
-from peft_surgical.files.tensor_files import Checkpoint
+from peft_surgical.files.safetensors_io import TensorFile, download, read_pickled
 
 
 TASKS = {
@@ -29,6 +32,63 @@ TASKS = {
     "ForConditionalGeneration": TaskType.SEQ_2_SEQ_LM,
     "Model": TaskType.FEATURE_EXTRACTION,
 }
+_SIDE_FILES = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")
+
+
+class Checkpoint:
+    """A model as `save_pretrained` writes it: `config.json` and one or several files of tensors.
+
+    Args:
+        source: A folder, or the name of a model on the hub. Safetensors files, sharded or not, and PyTorch's own are
+            understood.
+
+    Raises:
+        ValueError: There is no such checkpoint, or a file of it is missing or damaged. The message names it.
+    """
+
+    def __init__(self, source: str | os.PathLike):
+        self.source = os.fspath(source)
+        self.folder = Path(source) if os.path.isdir(source) else _download_checkpoint(self.source)
+        if (self.folder / "adapter_config.json").exists() and not (self.folder / "config.json").exists():
+            raise ValueError(f"{self.source} is an adapter; a checkpoint of a whole model is needed here.")
+        if not (self.folder / "config.json").is_file():
+            raise ValueError(f"{self.source} has no config.json, so it is not a checkpoint of a transformers model.")
+        self.config = _read_json(self.folder / "config.json")
+        self._where: dict[str, TensorFile | dict[str, torch.Tensor]] = {}
+        for path in self._weight_files():
+            file = TensorFile(path) if path.suffix == ".safetensors" else read_pickled(path)
+            self._where.update(dict.fromkeys(file, file))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._where)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._where
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._where[name][name]
+
+    def meta(self, name: str) -> torch.Tensor:
+        """A tensor on the meta device: shape, dtype and size in bytes, without reading it."""
+        file = self._where[name]
+        return file.meta(name) if isinstance(file, TensorFile) else file[name].to("meta")
+
+    def side_files(self) -> list[Path]:
+        """The tokenizer's and other small files beside config and weights."""
+        found = [path for pattern in _SIDE_FILES for path in sorted(self.folder.glob(pattern))]
+        return [path for path in found if path.name != "config.json" and not path.name.endswith(".index.json")]
+
+    def _weight_files(self) -> list[Path]:
+        for name in ("model.safetensors", "pytorch_model.bin"):
+            index = self.folder / f"{name}.index.json"
+            if index.is_file():
+                names = sorted(set(_read_json(index).get("weight_map", {}).values()))
+                if missing := [n for n in names if not (self.folder / n).is_file()]:
+                    raise ValueError(f"{self.source} lacks {missing[0]}, which {index.name} lists. Copy it again.")
+                return [self.folder / n for n in names]
+            if (self.folder / name).is_file():
+                return [self.folder / name]
+        raise ValueError(f"{self.source} has no model.safetensors or pytorch_model.bin, whole or sharded.")
 
 
 class ModelTensors(Mapping[str, torch.Tensor]):
@@ -74,9 +134,11 @@ class ModelTensors(Mapping[str, torch.Tensor]):
             return self.checkpoint[self._sources[name]]
         return _convert(self._converted[name], self.checkpoint, self._model)[name]
 
-    def shape(self, name: str) -> torch.Size:
-        """The shape of a tensor, without reading it where the checkpoint has it as it is."""
-        return self.checkpoint.shape(self._sources[name]) if name in self._sources else self[name].shape
+    def meta(self, name: str) -> torch.Tensor:
+        """A tensor on the meta device: shape, dtype and size in bytes, without reading it."""
+        if name in self._sources:
+            return self.checkpoint.meta(self._sources[name])
+        return _convert(self._converted[name], self.checkpoint, self._model, meta=True)[name]
 
 
 def empty_model(source: Checkpoint, architecture: str | None = None, **changes: Any) -> nn.Module:
@@ -192,7 +254,7 @@ def _transformers_rules(model: nn.Module, prefix: str, wanted: Mapping[str, torc
 def _convert(group: Any, checkpoint: Checkpoint, model: nn.Module, meta: bool = False) -> dict[str, torch.Tensor]:
     converter = copy.deepcopy(group.converter)
     for source in sorted(group, key=_natural_order):
-        tensor = torch.empty(checkpoint.shape(source), device="meta") if meta else checkpoint[source]
+        tensor = checkpoint.meta(source) if meta else checkpoint[source]
         converter.add_tensor(group.name, source, group.patterns[source], tensor)
     made = converter.convert(group.name, model=model, config=model.config)
     return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
@@ -200,3 +262,15 @@ def _convert(group: Any, checkpoint: Checkpoint, model: nn.Module, meta: bool = 
 
 def _natural_order(name: str) -> list[tuple[int, int, str]]:
     return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in name.split(".")]
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} cannot be read as JSON ({error}). Copy it again.") from error
+
+
+def _download_checkpoint(name: str) -> Path:
+    folder = download(name, [*_SIDE_FILES, "*.safetensors"])
+    return folder if any(folder.glob("*.safetensors")) else download(name, [*_SIDE_FILES, "*.bin"])

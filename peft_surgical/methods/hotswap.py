@@ -22,10 +22,9 @@ from torch import nn
 from peft_surgical.compat import get_submodules, insert_adapter_name
 from peft_surgical.copies.module import TunedModule
 from peft_surgical.copies.select import innermost_tuned
-from peft_surgical.files.encoded_state import decode_state
 from peft_surgical.layer_specs import LayerSpec
 from peft_surgical.methods.combine import united_config
-from peft_surgical.methods.saving import live_tensors
+from peft_surgical.methods.saving import decode_state, live_tensors
 from peft_surgical.methods.tuner import DeltaTuner
 from peft_surgical.names import OWN_TENSORS, PREFIX, CopyName, as_in_file, without_wrappers
 

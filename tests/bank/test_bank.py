@@ -21,8 +21,7 @@ from peft_surgical.bank import DeltaBank, files
 from peft_surgical.bank.files import Layout, Spec, TaskFile
 from peft_surgical.bank.locks import SwitchLock
 from peft_surgical.bank.tiers import NoRoomError, Tier, parse_budget
-from peft_surgical.files import base as base_check
-from peft_surgical.files import tensor_files
+from peft_surgical.files import safetensors_io
 
 
 CONFIGS = {
@@ -356,8 +355,7 @@ def test_two_hundred_tasks_are_registered_by_their_headers_alone(tmp_path, monke
         headers[str(path)] = 8 + int.from_bytes(path.read_bytes()[:8], "little")
     counts: dict[str, int] = {}
     monkeypatch.setattr(files, "open", lambda path, mode: CountedFile(open(path, mode), counts), raising=False)
-    for module in (tensor_files, base_check):
-        monkeypatch.setattr(module, "safe_open", lambda *_, **__: pytest.fail("a file was opened for its tensors"))
+    monkeypatch.setattr(safetensors_io, "safe_open", lambda *_, **__: pytest.fail("a file was opened for its tensors"))
     monkeypatch.setattr(TaskFile, "read", lambda *_: pytest.fail("values were read"))
     bank = DeltaBank(base())
     for i in range(200):

@@ -86,6 +86,20 @@ def test_inspect_reads_other_methods_and_names_what_is_damaged(tmp_path):
         inspect_adapter(tmp_path)
 
 
+def test_what_a_config_says_wrong_is_said_wherever_an_adapter_is_read(tmp_path):
+    save_adapter(tmp_path)
+    config = json.loads((tmp_path / "delta" / "adapter_config.json").read_text())
+    (tmp_path / "delta" / "adapter_config.json").write_text(json.dumps({**config, "encoding": "int99"}))
+    message = "adapter_config.json in .*delta cannot be used: encoding='int99' is not known"
+    with pytest.raises(ValueError, match=message):
+        inspect_adapter(tmp_path / "delta")
+    with pytest.raises(ValueError, match=message):
+        convert_adapter(tmp_path / "delta", tmp_path / "x", "int8")
+    with pytest.raises(ValueError, match=message):
+        merge_checkpoint(tmp_path / "base", tmp_path / "delta", tmp_path / "x")
+    assert not (tmp_path / "x").exists()
+
+
 def test_comparison_tells_what_two_adapters_share(tmp_path):
     save_adapter(tmp_path, "a", layers=[1, 3])
     save_adapter(tmp_path, "b", layers=[1, 2], seed=1)

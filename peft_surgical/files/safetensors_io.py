@@ -1,0 +1,160 @@
+"""Files of tensors: safetensors, read tensor by tensor and written whole or not at all; those of PyTorch are read."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import zipfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download, split_torch_state_dict_into_shards
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "C64": torch.complex64,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+_INDEX = "model.safetensors.index.json"
+
+
+class TensorFile(Mapping[str, torch.Tensor]):
+    """A safetensors file, memory-mapped.
+
+    Args:
+        path: The file.
+        present_name: What a tensor is called here, by its name in the file.
+
+    Raises:
+        ValueError: It cannot be read as a safetensors file.
+    """
+
+    def __init__(self, path: str | os.PathLike, present_name: Callable[[str], str] = lambda name: name):
+        self.path = Path(path)
+        try:
+            self._file = safe_open(self.path, framework="pt")
+            self._names = {present_name(name): name for name in self._file.keys()}
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"{path} cannot be read as a safetensors file ({error}). Copy it again.") from error
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._file.get_tensor(self._names[name])
+
+    def meta(self, name: str) -> torch.Tensor:
+        """A tensor on the meta device: shape, dtype and size in bytes, from the header alone."""
+        header = self._file.get_slice(self._names[name])
+        return torch.empty(header.get_shape(), dtype=DTYPES[header.get_dtype()], device="meta")
+
+
+def read_pickled(path: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a file that `torch.save` wrote, such as a `pytorch_model.bin`; mapped where its format allows.
+
+    Raises:
+        ValueError: It holds something else than tensors by name, or is damaged.
+    """
+    try:
+        # before PyTorch 1.6 such files were not zip archives, and cannot be mapped
+        found: Any = torch.load(path, map_location="cpu", mmap=zipfile.is_zipfile(path), weights_only=True)
+    except Exception as error:  # pickle, zip and torch have many kinds
+        reason = str(error).strip().partition("\n")[0]
+        raise ValueError(f"{path} cannot be read as a PyTorch file of tensors ({reason}). Copy it again.") from error
+    if not isinstance(found, Mapping) or not all(isinstance(value, torch.Tensor) for value in found.values()):
+        raise ValueError(f"{path} holds something else than tensors by name. Save the model's state_dict() alone.")
+    return dict(found)
+
+
+def write_tensors(path: str | os.PathLike, tensors: Mapping[str, torch.Tensor]) -> int:
+    """Write a safetensors file, which appears whole or not at all.
+
+    Returns:
+        The size of its tensors in bytes.
+
+    Example:
+
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     write_tensors(f"{folder}/a.safetensors", {"x": torch.zeros(2)})
+        ...     TensorFile(f"{folder}/a.safetensors")["x"]
+        8
+        tensor([0., 0.])
+    """
+    whole: dict[str, torch.Tensor] = {}
+    seen: set[int] = set()
+    for name, tensor in tensors.items():
+        tensor = tensor.detach().cpu().contiguous()
+        if tensor.untyped_storage().data_ptr() in seen:  # the format has no tensors that share memory
+            tensor = tensor.clone()
+        seen.add(tensor.untyped_storage().data_ptr())
+        whole[name] = tensor
+    save_file(whole, path, metadata={"format": "pt"})
+    return sum(tensor.nbytes for tensor in whole.values())
+
+
+def write_checkpoint(
+    folder: str | os.PathLike,
+    plan: Mapping[str, torch.Tensor],
+    read: Callable[[str], torch.Tensor],
+    max_shard_size: int,
+) -> None:
+    """Write a model's tensors as transformers does: one file, or several and an index; one is in memory at a time.
+
+    Args:
+        folder: Where to write. If anything fails, what is there stays as it is.
+        plan: The tensors by name, on the meta device: their shapes and dtypes.
+        read: Gives the tensor with a name.
+        max_shard_size: The size in bytes that no file exceeds, unless by one tensor alone.
+    """
+    shards = split_torch_state_dict_into_shards(dict(plan), max_shard_size=max_shard_size)
+    files = list(shards.filename_to_tensors)
+    with tempfile.TemporaryDirectory(prefix=".model-", dir=folder) as aside:
+        for file, names in shards.filename_to_tensors.items():
+            write_tensors(Path(aside, file), {name: read(name) for name in names})
+        if shards.is_sharded:
+            index = {"metadata": shards.metadata, "weight_map": shards.tensor_to_filename}
+            Path(aside, _INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+            files.append(_INDEX)
+        for stale in ("model.safetensors", _INDEX):
+            Path(folder, stale).unlink(missing_ok=True)
+        for file in files:
+            os.replace(Path(aside, file), Path(folder, file))
+
+
+def download(name: str, patterns: Sequence[str]) -> Path:
+    """Fetch the files of a model on the hub that match, and give their folder.
+
+    Raises:
+        ValueError: There is no such model, or it cannot be downloaded.
+    """
+    try:
+        return Path(snapshot_download(name, allow_patterns=list(patterns)))
+    except Exception as error:  # offline, no such repository, not a name at all: the hub library has many kinds
+        raise ValueError(
+            f"{name} is neither a folder nor a model on the hub that can be downloaded ({error})."
+        ) from error
