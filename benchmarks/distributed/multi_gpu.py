@@ -1,7 +1,7 @@
 """One GPU against several: throughput, memory, saving time, equality of the saved deltas, and the time to rank layers.
 
     python -m benchmarks.distributed.multi_gpu --gpus 1 2 --models bert-large llama-1b --engines ddp fsdp2
-    python -m benchmarks.distributed.multi_gpu --gpus 1 --models bert-tiny --engines ddp --steps 2  # to see that it runs
+    python -m benchmarks.distributed.multi_gpu --gpus 1 --models bert-tiny --steps 2  # to see that it runs
     python -m benchmarks.distributed.multi_gpu --show benchmarks/results/distributed_multi_gpu-2-NVIDIA-H200-zero3.json
 
 Starts one process per GPU with torchrun for each number of GPUs, and models side by side where there are GPUs for it.
@@ -275,8 +275,9 @@ def run_side_by_side(args: argparse.Namespace, gpus: int, work: list[str], folde
     running = []
     for group in range(groups):
         command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={gpus}", "--standalone"]
-        command += ["-m", __spec__.name, "--folder", str(folder), "--batch", str(args.batch), "--length", str(args.length)]
-        command += ["--steps", str(args.steps), "--rank-samples", str(args.rank_samples), "--methods", *args.methods]
+        command += ["-m", __spec__.name, "--folder", str(folder)]
+        command += ["--batch", str(args.batch), "--length", str(args.length), "--steps", str(args.steps)]
+        command += ["--rank-samples", str(args.rank_samples), "--methods", *args.methods]
         command += ["--work", *work[group::groups]]
         own = ",".join(str(group * gpus + gpu) for gpu in range(gpus))
         environment = {**os.environ, "CUDA_VISIBLE_DEVICES": own} if found else None
