@@ -17,7 +17,7 @@ from peft_surgical.ranking.rank import LayerRanking, rank_layers
 from peft_surgical.ranking.scores import register_score
 
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "BankStats",

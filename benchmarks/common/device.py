@@ -6,6 +6,7 @@ import argparse
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -23,14 +24,18 @@ def device_name() -> str:
     return f"{model}, {threads} thread{'s' * (threads > 1)}"
 
 
-def parse_options(parser: argparse.ArgumentParser, table: Callable[[dict], str]) -> argparse.Namespace:
+RESULTS = Path(__file__).parents[1] / "results"
+"""The results that the documentation shows."""
+
+
+def parse_options(parser: argparse.ArgumentParser, table: Callable[[Any], str]) -> argparse.Namespace:
     """The command line, with the options that benchmarks have in common; `--show` prints a result and ends.
 
     Args:
         parser: Knows the benchmark's own options.
         table: Makes the table of a result.
     """
-    parser.add_argument("--output", type=Path, default=Path(__file__).parents[1] / "results", help="a folder")
+    parser.add_argument("--output", type=Path, default=RESULTS, help="the folder that the results go to")
     parser.add_argument("--show", type=Path, help="print the table of a result instead")
     options = parser.parse_args()
     if options.show:
@@ -39,8 +44,16 @@ def parse_options(parser: argparse.ArgumentParser, table: Callable[[dict], str])
     return options
 
 
-def result_file(folder: Path, benchmark: str) -> Path:
-    """Where a benchmark's results on this device go."""
+def result_file(folder: Path, benchmark: str, what: str = "", cards: int = 1) -> Path:
+    """Where a benchmark's results on this device go: `<family>_<file>-<card>.json`.
+
+    Args:
+        folder: The folder; it is made.
+        benchmark: The benchmark's module, with `_` for the dot: `delta_size` is `benchmarks.delta.size`.
+        what: What tells these results from others of the same benchmark and card; it comes last.
+        cards: How many GPUs were used; more than one stand before the card's name.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     device = torch.cuda.get_device_name().replace(" ", "-") if torch.cuda.is_available() else "CPU"
-    return folder / f"{benchmark}-{device}.json"
+    parts = [benchmark, *([str(cards)] if cards > 1 else []), device, *([what] if what else [])]
+    return folder / f"{'-'.join(parts)}.json"

@@ -1,6 +1,6 @@
 """What a task costs on disk and what that does to its quality: every encoding of a delta, beside PEFT's LoRA.
 
-    python -m benchmarks.delta.size models/minilm ../shared/data --seeds 0 1 2       # see models.py for the model
+    python -m benchmarks.delta.size models/minilm data --seeds 0 1 2       # see benchmarks/README.md for both
     python -m benchmarks.delta.size --show benchmarks/results/delta_size-NVIDIA-H100-80GB-HBM3.json
 
 For each task and seed a surgical adapter of the best layers by a score and LoRA adapters are trained in step. Each is

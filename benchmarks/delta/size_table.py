@@ -1,4 +1,4 @@
-"""The results of `delta_size.py` as a table."""
+"""The results of `size.py` as a table."""
 
 from __future__ import annotations
 

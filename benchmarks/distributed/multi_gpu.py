@@ -1,9 +1,12 @@
 """One GPU against several: throughput, memory, saving time, equality of the saved deltas, and the time to rank layers.
 
     python -m benchmarks.distributed.multi_gpu --gpus 1 2 --models bert-large llama-1b --engines ddp fsdp2
+    python -m benchmarks.distributed.multi_gpu --gpus 1 --models bert-tiny --steps 2  # to see that it runs
+    python -m benchmarks.distributed.multi_gpu --show benchmarks/results/distributed_multi_gpu-2-NVIDIA-H200-zero3.json
 
 Starts one process per GPU with torchrun for each number of GPUs, and models side by side where there are GPUs for it.
-Prints one table last and writes all numbers as JSON. Models have random weights; nothing is downloaded.
+Writes `results/distributed_multi_gpu-<GPUs>-<device>.json` and prints one table last. Models have random weights;
+nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from benchmarks.common.device import parse_options, result_file
 from benchmarks.distributed.models import adapt, build
 from benchmarks.distributed.tables import METHODS, MODELS, table
 from peft_surgical.layers import choose_stack
@@ -236,19 +240,15 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=128)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--rank-samples", type=int, default=0, help="also rank the layers on so many samples")
-    parser.add_argument("--output", type=Path, default=Path("benchmarks/results/multi_gpu.json"))
-    parser.add_argument("--folder", help=argparse.SUPPRESS)  # given when this script calls itself
+    parser.add_argument("--what", default="", help="ends the name of the file, beside results of other options")
+    parser.add_argument("--folder", help=argparse.SUPPRESS)  # given when this module starts itself
     parser.add_argument("--work", nargs="+", help=argparse.SUPPRESS)
-    parser.add_argument("--show", type=Path, help="print the table of a result instead")
-    args = parser.parse_args()
-    if args.show:
-        print(table(json.loads(args.show.read_text())))
-        return
+    args = parse_options(parser, table)
     if args.folder:
         run_worker(args)
         return
 
-    args.output.parent.mkdir(parents=True, exist_ok=True)
+    file = result_file(args.output, "distributed_multi_gpu", args.what, cards=max(args.gpus))
     engines = [*args.engines, *([RANKING] if args.rank_samples else [])]
     work = [f"{model}:{engine}" for model in reversed(args.models) for engine in engines]
     results, rankings = [], []
@@ -257,15 +257,15 @@ def main() -> None:
             folder = Path(scratch, str(gpus))
             folder.mkdir()
             run_side_by_side(args, gpus, work, folder)
-            for file in sorted(folder.glob("*/result.json")):
-                result = json.loads(file.read_text())
+            for part in sorted(folder.glob("*/result.json")):
+                result = json.loads(part.read_text())
                 if "rank_seconds" in result:
                     rankings.append(result)
                     continue
-                first = Path(scratch, str(args.gpus[0]), file.parent.name)
-                results.append({**result, "difference_to_first": difference(first, file.parent)})
-            args.output.write_text(json.dumps(results + rankings, indent=1))  # so far
-    print(table(results + rankings))
+                first = Path(scratch, str(args.gpus[0]), part.parent.name)
+                results.append({**result, "difference_to_first": difference(first, part.parent)})
+            file.write_text(json.dumps(results + rankings, indent=1) + "\n")  # so far
+    print(f"\n{table(results + rankings)}\n\nwritten to {os.path.relpath(file)}")
 
 
 def run_side_by_side(args: argparse.Namespace, gpus: int, work: list[str], folder: Path) -> None:
@@ -275,8 +275,9 @@ def run_side_by_side(args: argparse.Namespace, gpus: int, work: list[str], folde
     running = []
     for group in range(groups):
         command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={gpus}", "--standalone"]
-        command += [__file__, "--folder", str(folder), "--batch", str(args.batch), "--length", str(args.length)]
-        command += ["--steps", str(args.steps), "--rank-samples", str(args.rank_samples), "--methods", *args.methods]
+        command += ["-m", __spec__.name, "--folder", str(folder)]
+        command += ["--batch", str(args.batch), "--length", str(args.length), "--steps", str(args.steps)]
+        command += ["--rank-samples", str(args.rank_samples), "--methods", *args.methods]
         command += ["--work", *work[group::groups]]
         own = ",".join(str(group * gpus + gpu) for gpu in range(gpus))
         environment = {**os.environ, "CUDA_VISIBLE_DEVICES": own} if found else None

@@ -1,6 +1,6 @@
 """Candidate scores for choosing layers, beyond those of the library, for `rank_layers(score=...)`.
 
-    python -m benchmarks.evidence.criteria models/mpnet ../shared/data rte  # all scores on one task, with their cost
+    python -m benchmarks.evidence.criteria models/mpnet data rte  # all scores on one task, with their cost
 
 Importing this registers them. None looks at validation data. Those that need a trained head first train it alone on
 the samples they are given (`num_samples=`); a third of these is kept aside where a loss on unseen rows is wanted.

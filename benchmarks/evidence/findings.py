@@ -13,14 +13,13 @@ import numpy as np
 import pandas as pd
 from scipy.stats import kendalltau, t
 
+from benchmarks.common import device
 from benchmarks.common.table_format import number
 from benchmarks.evidence import criteria, methods, records, tasks
 from benchmarks.evidence.jobs import RANDOM_DRAWS
 
 
-RESULTS = Path(__file__).parents[1] / "results" / "evidence"
-
-
+RESULTS = device.RESULTS / "evidence"
 TRIED = {"trial": ("alternate", "middle", "last"), "trial_random": ("random0", "random1", "random2")}
 """Plans that tune three choices of k layers in turn and keep the best by the held-out rows."""
 

@@ -52,15 +52,19 @@ class Place:
         made = tasks.TASKS[task]
         return models.load(self.model, made.outputs, choices=made.choices, seed=seed, device=self.device)
 
+    def read(self, task: str) -> tasks.TaskData:
+        """The rows of a task, on the CPU."""
+        tokenizer = transformers.AutoTokenizer.from_pretrained(self.model)
+        return tasks.load_cached(task, tokenizer, self.data, self.cache)
+
     def rows(self, task: str) -> tasks.TaskData:
         """The rows of a task, on the device."""
-        tokenizer = transformers.AutoTokenizer.from_pretrained(self.model)
-        data = tasks.load_cached(task, tokenizer, self.data, self.cache)
+        data = self.read(task)
         return tasks.TaskData(*(part.to(self.device) for part in (data.train, data.held_out, data.validation)))
 
     def lengths(self, task: str) -> torch.Tensor:
         """How many tokens the training rows of a task have."""
-        return _lengths(task, self.data, self.cache)
+        return _lengths(self, task)
 
     @property
     def depth(self) -> int:
@@ -104,8 +108,8 @@ class Place:
 
 
 @cache
-def _lengths(task: str, data: Path, kept: Path) -> torch.Tensor:
-    return tasks.load_cached(task, None, data, kept).train.lengths
+def _lengths(place: Place, task: str) -> torch.Tensor:
+    return place.read(task).train.lengths
 
 
 @dataclass(frozen=True)

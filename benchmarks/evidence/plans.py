@@ -90,7 +90,7 @@ def plan_jobs(place: Place, wanted: Iterable[tuple[int, str]], chosen: Sequence[
     Returns:
         The jobs of what is missing.
     """
-    rates, jobs, planned = place.rates(), [], set()
+    rates, jobs, planned, unranked = place.rates(), [], set(), set()
     for seed, question in wanted:
         runs = []
         for task in chosen:
@@ -99,12 +99,15 @@ def plan_jobs(place: Place, wanted: Iterable[tuple[int, str]], chosen: Sequence[
                 try:
                     tuning = methods.resolve(plan, orders)
                 except KeyError:
-                    continue  # not ranked yet
+                    unranked.add(plan)
+                    continue
                 key = (task, tuning, rates[methods.family(tuning)])
                 if (*key, seed) not in planned:
                     planned.add((*key, seed))
                     runs.append(key)
         jobs += train_jobs(place, runs, seed)
+    if unranked:
+        print(f"left out, since `rank` has not ranked all of their tasks yet: {', '.join(sorted(unranked))}")
     return jobs
 
 

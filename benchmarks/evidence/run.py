@@ -1,19 +1,20 @@
 """Run the benchmarks: what is missing of a plan, several processes at a time, until the time is up.
 
-    python -m benchmarks.evidence.run --model models/mpnet --data ../shared/data check  # speed, and that it is right
-    python -m benchmarks.evidence.run --model models/mpnet --data ../shared/data all --seeds 0 1 2 --seconds 3000
+    python -m benchmarks.evidence.run --model models/mpnet --data data check            # speed, and that it is right
+    python -m benchmarks.evidence.run --model models/mpnet --data data all --seeds 0 1 2 --seconds 3000
 
 `all` does these in turn, and any of them may be called alone:
 
-    rates       choose a learning rate for each family of methods
+    rates       choose a learning rate for each family of methods, on RTE, MRPC and CoLA whatever the --tasks
     rank        rank the layers of all tasks by all scores
     train       train and evaluate what some --questions compare
     samples     rank the layers from few samples (in `all` with the first seed)
     track       rank the layers while the model is tuned (in `all` with the first seed)
     cost        time and memory of a training step (not in `all`)
 
-Results are JSON below `--results`, runs and rankings one a line. What is there already is not run again. Several GPUs
-are used as they are found, each by an equal share of the processes.
+Results are JSON below `--results`, runs and rankings one a line. What is there already is not run again: with
+`--results benchmarks/results/evidence/MODEL` a run goes on where that of the documentation ended. All GPUs that are
+found are used, each by an equal share of the processes.
 """
 
 from __future__ import annotations
@@ -27,7 +28,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 
 from benchmarks.evidence import criteria, methods, records, tasks
 from benchmarks.evidence.jobs import Job, Place, kinds_of_labels
@@ -45,7 +45,8 @@ from benchmarks.evidence.scheduler import Pool, quiet
 from benchmarks.evidence.speed import check, cost
 
 
-RESULTS = Path(__file__).parents[1] / "results" / "evidence"
+RESULTS = Path("results")
+"""Not those of the documentation, beside which nothing would be left to do."""
 COMPARED = ("1", "6", "8")
 """The questions that compare methods; more seeds are for them first."""
 
@@ -55,7 +56,7 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("command", choices=("check", "all", "rates", "rank", "train", "track", "samples", "cost"))
     parser.add_argument("--model", required=True, help="a folder, or a name on the hub")
     parser.add_argument("--data", type=Path, required=True, help="the folder with glue/ and superglue/")
-    parser.add_argument("--results", type=Path, help=f"default: {RESULTS}/MODEL")
+    parser.add_argument("--results", type=Path, help=f"a folder; default: {RESULTS}/MODEL")
     parser.add_argument("--cache", type=Path, default=Path(tempfile.gettempdir()) / "peft_surgical_tasks")
     parser.add_argument("--tasks", nargs="+", default=list(tasks.TASKS), choices=tasks.TASKS)
     parser.add_argument("--questions", nargs="+", default=["1", "6", "8", "5", "3"])
@@ -132,7 +133,7 @@ def phases(place: Place, options: argparse.Namespace) -> Iterator[list[Job]]:
 
 def sizes(place: Place, task: str) -> dict[str, Any]:
     """How large a task is as it is run."""
-    made, data = tasks.TASKS[task], tasks.load_cached(task, None, place.data, place.cache)
+    made, data = tasks.TASKS[task], place.read(task)
     counts = None if made.regression else data.validation.labels.bincount()
     return {
         **{name: len(getattr(data, name)) for name in ("train", "held_out", "validation")},
@@ -152,9 +153,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     until += options.seconds
     device = "cuda" if torch.cuda.is_available() else "cpu"
     place = Place(options.model, options.data, options.results, options.cache, device)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(options.model)
     for task in options.tasks:
-        tasks.load_cached(task, tokenizer, options.data, options.cache)
+        place.read(task)  # into the cache, before several processes want it
     known = place.sizes()
     if found := {task: sizes(place, task) for task in options.tasks if task not in known}:
         records.write(place.results / "tasks.json", known | found)
@@ -171,9 +171,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         wanted += [methods.resolve(plan, orders) for plan in layers]
         cost(place, list(dict.fromkeys(wanted)))
     else:
+        begun = 0
         with Pool(place, options.processes[0], until) as pool:
-            for jobs in phases(place, options):
+            for jobs in filter(None, phases(place, options)):
+                begun += len(jobs)
                 pool.do(jobs)
+        if begun:
+            print(f"results are in {place.results}")
+        else:
+            print(f"nothing to do: {place.results} has all of it. Name another folder with --results to run it anew.")
 
 
 if __name__ == "__main__":

@@ -78,7 +78,7 @@ def encoded(results: Results) -> str:
 
 
 def _delta_sizes(results: Results) -> dict:
-    """What `delta_size.py` measured with this model on a GPU."""
+    """What `benchmarks.delta.size` measured with this model."""
     files = sorted(results.folder.glob("delta_size-*.json"))
     return json.loads(files[0].read_text()) if files else {}
 

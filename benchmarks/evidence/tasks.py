@@ -1,6 +1,6 @@
 """The tasks of GLUE and SuperGLUE, read from Parquet files, as padded tensors, with their official metrics.
 
-    python -m benchmarks.evidence.tasks ../shared/data models/mpnet  # sizes, lengths and the first text of every task
+    python -m benchmarks.evidence.tasks data models/mpnet  # sizes, lengths and the first text of every task
 
 The training split is cut in two: a tenth is held out to choose learning rates and the best epoch. The validation split
 serves the final number only.
@@ -177,8 +177,12 @@ def load(name: str, tokenizer: Any, data: Path) -> TaskData:
         Its rows.
     """
     task = TASKS[name]
-    train = pd.read_parquet(data / task.folder / "train.parquet")
-    validation = pd.read_parquet(data / task.folder / "validation.parquet")
+    files = [data / task.folder / f"{split}.parquet" for split in ("train", "validation")]
+    if missing := [str(file) for file in files if not file.exists()]:
+        raise FileNotFoundError(
+            f"{' and '.join(missing)} not found; benchmarks/README.md says where the tasks are from."
+        )
+    train, validation = (pd.read_parquet(file) for file in files)
     kept, held_out = _cut(task, train)
     return TaskData(*(encode(task, rows, tokenizer) for rows in (train.iloc[kept], train.iloc[held_out], validation)))
 

@@ -3,13 +3,14 @@
     python -m benchmarks.step.cost                          # BERT-base and BERT-large on a GPU; a small BERT on a CPU
     python -m benchmarks.step.cost base --precisions bf16 --rounds 30
     python -m benchmarks.step.cost --check                  # seconds: a tiny BERT, to see that everything runs
+    python -m benchmarks.step.cost --show benchmarks/results/step_cost-NVIDIA-H100-80GB-HBM3.json
 
 A step is forward, backward, AdamW and zero_grad. For every method of ours, `plain` is the same set of parameters
 trained without this package: frozen parameters in plain PyTorch, with PEFT's own LoRA where there is LoRA. The methods
 of a size run in turns, in a new random order each round, each one right before or after its plain counterpart, so that
 a busy or throttling machine slows all alike; times are medians over the rounds, and ratios are medians of the ratios
-within a round. Peak memory is measured apart, with
-one model on the device at a time.
+within a round. Peak memory is measured apart, with one model on the
+device at a time.
 
 Writes `results/step_cost-<device>.json` and prints one table at the end.
 """
@@ -26,13 +27,13 @@ import statistics
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import nn
 from transformers import BertConfig, BertForSequenceClassification
 from transformers.utils import logging as transformers_logging
 
+from benchmarks.common.device import device_name, parse_options, result_file
 from benchmarks.step.methods import Method, methods
 
 
@@ -195,8 +196,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=30 if cuda else 7)
     parser.add_argument("--steps", type=int, default=4 if cuda else 1, help="steps in a row; a time is their mean")
     parser.add_argument("--check", action="store_true", help="a tiny model, to see that everything runs")
-    parser.add_argument("--output", type=Path, default=Path(__file__).parents[1] / "results")
-    options = parser.parse_args()
+    options = parse_options(parser, table)
     transformers_logging.set_verbosity_error()
     device = torch.device("cuda" if cuda else "cpu")
     sizes = options.sizes or (["tiny"] if options.check else ["base", "large"] if cuda else ["small"])
@@ -210,9 +210,8 @@ def main() -> None:
             setting = Setting(size, precision, device, options.batch, options.length, options.rounds, options.steps)
             blocks.append({"size": size, "precision": precision, "rows": measure(setting)})
             gc.collect()
-    name = torch.cuda.get_device_name() if cuda else f"CPU, {torch.get_num_threads()} threads"
     record = {
-        "device": name,
+        "device": device_name(),
         "batch": options.batch,
         "length": options.length,
         "rounds": options.rounds,
@@ -220,8 +219,7 @@ def main() -> None:
         "versions": {p: importlib.metadata.version(p) for p in ("torch", "transformers", "peft")},
         "blocks": blocks,
     }
-    options.output.mkdir(parents=True, exist_ok=True)
-    file = options.output / f"step_cost-{'check' if options.check else name.split(',')[0].replace(' ', '-')}.json"
+    file = result_file(options.output, "step_cost", "check" if options.check else "")
     file.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     print(f"\n{table(record)}\n\nwritten to {os.path.relpath(file)}")
 

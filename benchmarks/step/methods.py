@@ -1,4 +1,4 @@
-"""The methods of `step_cost.py`: each of ours, and the same set of parameters trained without this package."""
+"""The methods of `cost.py`: each of ours, and the same set of parameters trained without this package."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
     python -m benchmarks.swap.cost                    # a BERT-base of random weights; on a GPU where there is one
     python -m benchmarks.swap.cost --size tiny        # to see that everything runs
-    python -m benchmarks.swap.cost --show benchmarks/results/swap_cost-NVIDIA-H100-80GB-HBM3.json
+    python -m benchmarks.swap.cost --show benchmarks/results/swap_cost-NVIDIA-H200.json
 
 Two tasks take turns; a time is the median over the switches, up to the moment at which the device is done. On a CPU it
 is the time of the process, which other processes do not add to; give it one thread. Each way is checked to give the

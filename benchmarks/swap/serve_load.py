@@ -2,14 +2,14 @@
 
     python -m benchmarks.swap.serve_load  # a random encoder of BERT's shape; on a GPU where there is one
     python -m benchmarks.swap.serve_load --size tiny --requests 50
-    python -m benchmarks.swap.serve_load --show benchmarks/results/serve_load-NVIDIA-H100-80GB-HBM3.json
+    python -m benchmarks.swap.serve_load --show benchmarks/results/swap_serve_load-NVIDIA-H100-80GB-HBM3.json
 
 Clients ask for random tasks, some more often than others, each again as soon as it has its answer. The services have
 the same application around them: `examples/serve.py` over a bank that has room for half of the tasks, or for all;
 PEFT's `set_adapter` with all tasks in the model, one request at a time; and a whole checkpoint per task, loaded when
 another task is asked for. Every answer is compared with the task's own model's. Requests and time are bounded.
 
-Writes `results/serve_load-<device>.json` and prints the table.
+Writes `results/swap_serve_load-<device>.json` and prints the table.
 """
 
 from __future__ import annotations
@@ -272,7 +272,7 @@ def main() -> None:
     versions = {package: version(package) for package in ("torch", "transformers", "peft", "fastapi", "uvicorn")}
     about = {"device": device_name(), "model": size, "tasks": options.tasks, **bounds, "versions": versions}
     record = {**about, "services": rows}
-    file = result_file(options.output, "serve_load")
+    file = result_file(options.output, "swap_serve_load")
     file.write_text(json.dumps(record, indent=1) + "\n")
     print(f"\n{table(record)}\n\nwritten to {os.path.relpath(file)}")
 

@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 from pathlib import Path
 
 import pytest
-import test_benchmarks
+import test_evidence
 
-from benchmarks.evidence import guides
+from benchmarks.common import guides
 
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "docs" / name for name in ("deltas.md", "serving.md")]
+PAGES = [ROOT / "docs" / name for name in ("deltas.md", "distributed.md", "serving.md")]
 SHOWN = [(page, *block) for page in PAGES for block in guides.blocks(page)]
-place = test_benchmarks.place
+place = test_evidence.place
 
 
 def call(name: str, monkeypatch, *options: object) -> dict:
-    """Run a benchmark; gives its results."""
-    module = pytest.importorskip(name)
+    """Run a benchmark by the name of its results; gives these."""
+    module = importlib.import_module(f"benchmarks.{name.replace('_', '.', 1)}")
     output = Path(options[-1])
     monkeypatch.setattr(sys, "argv", [name, *map(str, options[:-1]), "--output", str(output)])
     module.main()
@@ -30,12 +31,12 @@ def call(name: str, monkeypatch, *options: object) -> dict:
 
 @pytest.mark.parametrize(("page", "results", "shown"), SHOWN, ids=lambda value: getattr(value, "name", None))
 def test_the_guides_show_the_tables_of_the_results(page, results, shown):
-    pytest.importorskip(results.partition("-")[0])
     assert shown == guides.table_of(results)
 
 
 def test_the_guides_show_results():
-    assert {results.partition("-")[0] for _, results, _ in SHOWN} == {"delta_size", "swap_cost", "serve_load"}
+    shown = {results.partition("-")[0] for _, results, _ in SHOWN}
+    assert shown == {"delta_size", "distributed_multi_gpu", "swap_cost", "swap_serve_load"}
 
 
 @pytest.mark.slow
@@ -60,6 +61,17 @@ def test_every_way_of_switching_is_measured_and_right(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_no_service_gives_a_wrong_answer_under_load(tmp_path, monkeypatch):
-    record = call("serve_load", monkeypatch, "--size", "tiny", "--tasks", 3, "--requests", 30, tmp_path)
+    record = call("swap_serve_load", monkeypatch, "--size", "tiny", "--tasks", 3, "--requests", 30, tmp_path)
     assert [row["wrong"] for row in record["services"]] == [0] * 4
     assert all(row["requests"] == 30 and row["switches"] > 0 for row in record["services"])
+
+
+@pytest.mark.slow
+def test_several_processes_are_started_and_their_results_gathered(tmp_path, monkeypatch):
+    model = ("--models", "bert-tiny", "--methods", "surgical 5", "--length", 8, "--batch", 2)
+    monkeypatch.chdir(ROOT)
+    record = call(
+        "distributed_multi_gpu", monkeypatch, "--gpus", 1, 2, "--engines", "ddp", "--steps", 1, *model, tmp_path
+    )
+    assert [row["gpus"] for row in record] == [1, 2]
+    assert all(row["difference_to_first"] < 1e-6 for row in record)

@@ -22,6 +22,7 @@ import typer
 from peft import get_peft_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+import peft_surgical
 from peft_surgical import SurgicalConfig
 
 
@@ -148,3 +149,15 @@ def test_links_between_pages_lead_somewhere(page):
         target = link.partition("#")[0]
         if target and "://" not in target:
             assert (page.parent / target).exists(), f"{page_id(page)} links to {link}"
+
+
+def test_every_id_of_a_test_is_explained():
+    files = "".join(file.read_text() for file in (ROOT / "tests").rglob("*.py"))
+    used = set(re.findall(r"def test_([A-Z]\d+)_", files))
+    explained = re.findall(r"^\| ([A-Z]\d+) \|", (ROOT / "tests/README.md").read_text(), re.MULTILINE)
+    assert sorted(used) == sorted(explained)
+
+
+def test_every_public_name_is_in_the_reference():
+    listed = re.findall(r"^::: peft_surgical\.(\w+)$", (ROOT / "docs/api.md").read_text(), re.MULTILINE)
+    assert sorted(listed) == sorted(peft_surgical.__all__)

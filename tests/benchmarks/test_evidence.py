@@ -481,6 +481,31 @@ def test_a_trial_keeps_what_is_best_on_held_out_rows(tmp_path):
 # ---- the whole
 
 
+def test_learning_rates_are_tried_with_nothing_in_the_cache(place, tmp_path, monkeypatch):  # whatever the tasks
+    for module in (plans, run):
+        monkeypatch.setattr(module, "RATE_TASKS", ("cola",))
+    begun: list[jobs.Job] = []
+    monkeypatch.setattr(scheduler.Pool, "do", lambda self, some: begun.extend(some))
+    call(place, "rates", "--tasks", "copa", "--cache", str(tmp_path / "cache"), "--results", str(tmp_path / "results"))
+    tried = {(method, rate) for job in begun for method, rate in zip(job.items, job.rates, strict=True)}
+    assert {job.task for job in begun} == {"cola"}
+    assert len(tried) == sum(map(len, methods.RATES.values()))
+
+
+def test_results_do_not_go_to_those_of_the_documentation(monkeypatch):
+    monkeypatch.chdir(findings.RESULTS.parents[2])
+    options = run._arguments(["all", "--model", "models/mpnet", "--data", "data"])
+    assert not options.results.resolve().is_relative_to(findings.RESULTS.parent)
+
+
+def test_a_run_with_nothing_to_do_says_how_to_do_it_anew(place, monkeypatch, capsys):
+    monkeypatch.setattr(run, "phases", lambda *_: iter([[], []]))
+    call(place, "all")
+    said = capsys.readouterr().out
+    assert "nothing to do" in said
+    assert "--results" in said
+
+
 def test_the_whole_runs_once_and_is_not_repeated(place, monkeypatch):
     for name in ("cola", "copa"):
         monkeypatch.setitem(tasks.TASKS, name, replace(tasks.TASKS[name], epochs=1))

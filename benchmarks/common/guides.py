@@ -1,6 +1,6 @@
 """Put the tables of the results into the guides, between `<!-- results: NAME -->` and `<!-- end of results -->`.
 
-python -m benchmarks.evidence.guides docs/deltas.md docs/serving.md      # after new results
+python -m benchmarks.common.guides docs/deltas.md docs/distributed.md docs/serving.md  # after new results
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from benchmarks.common.device import RESULTS
 
-RESULTS = Path(__file__).parents[1] / "results"
+
 _BLOCK = re.compile(r"(<!-- results: ([\w-]+) -->\n)(.*?)(<!-- end of results -->)", re.S)
 
 
@@ -24,9 +25,10 @@ def blocks(page: Path) -> Iterator[tuple[str, str]]:
 
 
 def table_of(name: str) -> str:
-    """The table of a file of results; the part of its name before the device is that of its benchmark."""
+    """The table of a file of results, made by the benchmark that its name begins with."""
     record = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
-    return importlib.import_module(name.partition("-")[0]).table(record)
+    family, _, file = name.partition("-")[0].partition("_")
+    return importlib.import_module(f"benchmarks.{family}.{file}").table(record)
 
 
 def main() -> None:
