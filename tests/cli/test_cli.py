@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 from datasets import Dataset
+from peft_surgical.cli.common import read_layers
 from tiny_task import make_rows, save_base, save_data
 from typer.testing import CliRunner
 
 from peft_surgical import LayerRanking
 from peft_surgical.cli import app
-from peft_surgical.cli.options import parse_layers
 from peft_surgical.training import TrainingJob, TrainingRun
 
 
@@ -194,7 +194,7 @@ def test_resume_without_anything_to_resume_starts(run, base, data, out):
 
 @pytest.mark.parametrize(
     ("text", "layers"),
-    [("3,5,-1", (3, 5, -1)), ("2", (2,)), ("last:25%", "last:25%"), ("0-2, 5", ("0-2", 5)), (None, None)],
+    [("3,5,-1", (3, 5, -1)), ("2", (2,)), ("last:25%", "last:25%"), ("0-2, 5", ("0-2", 5))],
 )
 def test_layers_are_read_as_written(text, layers):
-    assert parse_layers(text) == layers
+    assert read_layers(text) == layers
