@@ -1,8 +1,8 @@
 """The console script `peft-surgical`.
 
-Python runs a package's `__init__` before any of its modules. That of peft_surgical registers its methods with PEFT, and
-so loads PyTorch, for seconds; help and completions need none of that. This module, which has to lie beside the package,
-puts the `__init__` off until a command runs; see `peft_surgical.cli.common`.
+Python runs a package's `__init__` before any of its modules. That of peft_surgical registers its methods with PEFT,
+and so loads PyTorch, for seconds; help and completions need none of that. This module, which has to lie beside the
+package, puts the `__init__` off until a command runs; see `peft_surgical.cli.common`.
 """
 
 import importlib.util

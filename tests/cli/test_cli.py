@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 from datasets import Dataset
-from peft_surgical.cli.common import read_layers
 from tiny_task import make_rows, save_base, save_data
 from typer.testing import CliRunner
 
 from peft_surgical import LayerRanking
 from peft_surgical.cli import app
+from peft_surgical.cli.common import read_layers
 from peft_surgical.training import TrainingJob, TrainingRun
 
 

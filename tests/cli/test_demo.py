@@ -6,11 +6,11 @@ from importlib.metadata import PackageNotFoundError, version
 
 import pytest
 from datasets import Dataset
-from peft_surgical.cli.demo_swap import Swapped
 from tiny_task import BAD, GOOD, WORDS, save_base
 from typer.testing import CliRunner
 
-from peft_surgical.cli import app, demo, demo_data, demo_run
+from peft_surgical.cli import app, demo, demo_data
+from peft_surgical.cli.demo_data import Swapped
 
 
 def installed(package: str) -> bool:

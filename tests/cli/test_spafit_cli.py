@@ -6,13 +6,13 @@ import json
 
 import pytest
 from peft import PeftConfig
-from peft_surgical.training.methods import describe_strata_by_rank, spafit_counts
 from tiny_task import make_rows, save_base
 from typer.testing import CliRunner
 
 from peft_surgical.cli import app
 from peft_surgical.ranking.rank import LayerRanking
 from peft_surgical.training.job import TrainingJob
+from peft_surgical.training.methods import describe_strata_by_rank, spafit_counts
 
 
 @pytest.fixture(scope="module")
