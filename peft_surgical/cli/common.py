@@ -8,7 +8,7 @@ import inspect
 import logging
 import sys
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Annotated, Any, get_origin
 
@@ -182,19 +182,20 @@ def _ending_processes() -> Iterator[None]:
         this_process().destroy_process_group()
 
 
-def key_value_table(rows: Sequence[tuple[str, str]], title: str | None = None) -> Table:
-    """A table of names and values."""
-    table = Table(title=title, title_justify="left", box=None, show_header=False, padding=(0, 2, 0, 2))
+def show_table(console: Console, rows: Iterable[tuple[str, str]]) -> None:
+    """Show a table of names and values."""
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 2))
     table.add_column(style="bold")
     table.add_column(overflow="fold")
     for name, value in rows:
         table.add_row(name, value)
-    return table
+    console.print(table)
 
 
-def metrics_table(metrics: Mapping[str, float], title: str) -> Table:
-    """A table of metrics."""
-    return key_value_table([(name, f"{value:.4f}") for name, value in metrics.items()], title)
+def show_metrics(console: Console, metrics: Mapping[str, float], count: int, rows: str) -> None:
+    """Show metrics, and the number and the name of the rows they were measured on."""
+    console.print(f"\n{count:,} rows: {rows}")
+    show_table(console, [(name, f"{value:.4f}") for name, value in metrics.items()])
 
 
 def share(part: float, whole: float) -> str:
@@ -202,10 +203,11 @@ def share(part: float, whole: float) -> str:
 
     Example:
 
-        >>> share(770, 22_713_986), share(1, 3)
-        ('0.0034%', '33%')
+        >>> share(770, 22_713_986), share(1, 3), share(4, 3)
+        ('0.0034%', '33%', '133%')
     """
-    return f"{100 * part / whole:.2g}%"
+    percent = 100 * part / whole
+    return f"{percent:.2g}%" if percent < 99.5 else f"{percent:.0f}%"
 
 
 def size(count: float, unit: str = "B") -> str:

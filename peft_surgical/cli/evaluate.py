@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from peft_surgical.cli.common import metrics_table
+from peft_surgical.cli.common import show_metrics
 
 
 _WRITERS = {".csv": "to_csv", ".jsonl": "to_json", ".parquet": "to_parquet"}
@@ -35,7 +35,7 @@ def evaluate(
     if predictions is not None and predictions.suffix not in _WRITERS:
         raise ValueError(f"--predictions {predictions}: allowed are files ending in {', '.join(_WRITERS)}.")
     result = evaluate(folder, model=model, data=data, subset=subset, split=split, batch_size=batch_size)
-    console.print(metrics_table(result.metrics, f"{len(result.data):,} rows: {result.rows}"))
+    show_metrics(console, result.metrics, len(result.data), result.rows)
     if not this_process().is_main_process:  # the first one writes
         return
     if output is not None:

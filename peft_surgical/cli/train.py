@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from peft_surgical.cli.common import key_value_table, metrics_table, read_job_fields, share, size
+from peft_surgical.cli.common import read_job_fields, share, show_metrics, show_table, size
 from peft_surgical.training.job import JOB_FILE, TrainingJob
 from peft_surgical.training.methods import METHODS, describe_strata_by_rank
 
@@ -77,7 +77,7 @@ def _show_start(console: Console, run: TrainingRun) -> None:
         ("Measure on", f"{len(parts.evaluation):,} rows: {parts.evaluation_name}"),
         ("Method", f"{job.method}, {METHODS[job.method].about}; learning rate {job.peak_learning_rate:g}"),
     ]
-    console.print(key_value_table(rows))
+    show_table(console, rows)
     if parts.optimistic:
         console.print(
             "The checkpoint is chosen on the same rows that it is measured on, so the numbers will be too good.",
@@ -89,8 +89,7 @@ def _show_end(console: Console, job: TrainingJob, results: dict[str, Any]) -> No
     from peft_surgical.training.card import describe_selection
 
     evaluation = dict(results["evaluation"])
-    title = f"{evaluation.pop('samples'):,} rows: {evaluation.pop('rows')}"
-    console.print(metrics_table(evaluation, title))
+    show_metrics(console, count=evaluation.pop("samples"), rows=evaluation.pop("rows"), metrics=evaluation)
     trained, total = results["parameters"]["trained"], results["parameters"]["total"]
     layers = "; ".join(f"{stack} {', '.join(map(str, chosen))}" for stack, chosen in results["layers"].items())
     rows = [
@@ -102,4 +101,4 @@ def _show_end(console: Console, job: TrainingJob, results: dict[str, Any]) -> No
         ("Saved in", f"{job.output}  (README.md is its card)"),
         ("Next", f"peft-surgical evaluate {job.output} --predictions predictions.csv"),
     ]
-    console.print(key_value_table(rows))
+    show_table(console, rows)

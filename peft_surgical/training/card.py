@@ -192,14 +192,15 @@ def _metadata(job: TrainingJob, results: dict[str, Any]) -> str:
 
 def _summary(job: TrainingJob, results: dict[str, Any]) -> str:
     parameters = results["parameters"]
-    share = 100 * parameters["trained"] / parameters["total"]
+    percent = 100 * parameters["trained"] / parameters["total"]
+    share = f"{percent:.2g}%" if percent < 99.5 else f"{percent:.0f}%"
     layers = "; ".join(f"{stack} {', '.join(map(str, found))}" for stack, found in results["layers"].items())
     task = results["task"]
     wanted = f"the classes {', '.join(task['labels'])}" if task["labels"] else "an amount"
     return (
         f"`{job.model}`, tuned by the method *{job.method}* ({METHODS[job.method].about}) to tell {wanted} from "
         f"{' and '.join(f'`{c}`' for c in task['text_columns'])} of `{job.data}`.\n\n"
-        f"Trained: {parameters['trained']:,} of {parameters['total']:,} parameters ({share:.2g}%)"
+        f"Trained: {parameters['trained']:,} of {parameters['total']:,} parameters ({share})"
         + (f", in the layers: {layers}." if layers else ".")
     )
 

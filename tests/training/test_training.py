@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -89,6 +90,7 @@ def test_every_method_has_a_line_in_the_table_that_says_what_it_does():
     for method in METHODS.values():
         assert method.about
         assert method.learning_rate > 0
+        assert method.options <= {field.name for field in dataclasses.fields(TrainingJob)}
 
 
 def test_the_tokenizer_is_saved_with_a_whole_model_only(job, tmp_path):
