@@ -72,7 +72,9 @@ def _open(folder: Path) -> None:
     """Empty the folder of an earlier demo."""
     if folder.exists() and any(folder.iterdir()):
         if not (folder / MARKER).exists():
-            raise ValueError(f"--output {folder} holds files that no demo wrote. Choose another folder.")
+            raise ValueError(
+                f"--output {folder} holds files that were not written by the demo. Choose another folder."
+            )
         shutil.rmtree(folder)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / MARKER).write_text("{}\n")
@@ -101,6 +103,53 @@ class Demo:
         self.console.print()
         self.console.rule(f"[bold]{number}. {title}", align="left", style="cyan")
 
+    def introduce(self) -> None:
+        """Say what is to come, and write the tasks."""
+        train, validation = self.scale["train"], self.scale["validation"]
+        self.console.rule("[bold]peft-surgical demo", style="cyan")
+        self.say(
+            "Fine-tune only the layers that matter, keep one model in memory, and swap small files per task.\n\n"
+            f"Encoder  MiniLM, a pretrained BERT with 6 layers, from the package {demo_data.ENCODER_PACKAGE}\n"
+            f"Text     tweets labelled by people, from the package {demo_data.TWEETS_PACKAGE}\n"
+            f"Task 1   [bold]sentiment[/]: {', '.join(demo_data.SENTIMENT)}\n"
+            f"Task 2   [bold]opinion[/]: {', '.join(demo_data.OPINION)} (of other tweets)\n"
+            f"Rows     per task {train} to train on and {validation} to measure on"
+        )
+        demo_data.write_tasks(self.folder / "data", train=train, validation=validation)
+
+    def tune_sentiment(self) -> None:
+        """Rank the layers, and tune the best."""
+        self.step(1, "Which layers matter for sentiment?")
+        run = self.make_run("sentiment", "surgical")
+        ranking = run.rank(progress=False)
+        assert ranking is not None
+        self.say(
+            f"By the diagonal of the Fisher information on {self.scale['samples']} training tweets (Lodha et al., "
+            "2023): how much a layer's weights sway the prediction.\n"
+        )
+        self.console.print(str(ranking), markup=False, soft_wrap=True)
+        ranking.plot(str(self.folder / "ranking.png"))
+        self.say(f"\nTook {run.seconds['rank']:.1f} s. The same as a plot: {self.folder / 'ranking.png'}")
+        self.checks["every layer has a score above zero"] = all(score > 0 for score in ranking.scores)
+        self.step(2, f"Sentiment: tune the top {TOP} layers")
+        self.tune("sentiment", self.make_run("sentiment", "head"))
+        self.tune("sentiment", run)
+
+    def tune_opinion(self) -> None:
+        """Tune the last layers, then by SPAFIT."""
+        self.step(3, f"Opinion: tune the last {TOP} layers")
+        self.say(
+            "The simplest choice (Lee et al., 2019): it needs no ranking. This task has another number of classes."
+        )
+        self.tune("opinion", self.make_run("opinion", "head"))
+        self.tune("opinion", self.make_run("opinion", "last"))
+        self.step(4, "Opinion again, by SPAFIT")
+        self.say(
+            "A little more from layer to layer (Arora & Wang, 2024): the lowest stays frozen, the next trains its "
+            "bias terms, the others get LoRA."
+        )
+        self.tune("opinion", self.make_run("opinion", "spafit"))
+
     def make_run(self, task: str, method: str) -> TrainingRun:
         """A run of training on a task."""
         from peft_surgical.training.job import TrainingJob
@@ -121,70 +170,22 @@ class Demo:
         )
         return TrainingRun(job)
 
-    def train(self, run: TrainingRun, task: str) -> float:
-        """Train and measure a run; its accuracy."""
+    def tune(self, task: str, run: TrainingRun) -> None:
+        """Train and measure a run, and check that it beats the head alone."""
         from peft_surgical.training.trainer import StepBar
 
         run.callbacks = [StepBar()] if self.console.is_terminal and not self.console.quiet else []
         run.fit()
-        self.results[task, run.job.method] = results = run.finish()
+        method = run.job.method
+        self.results[task, method] = results = run.finish()
         accuracy, rows = results["evaluation"]["accuracy"], results["evaluation"]["samples"]
         layers = results["layers"].get("encoder")
         what = f"layers {' and '.join(map(str, layers))} and the head" if layers else "the head alone"
         self.say(f"Tuned {what}: [bold]{accuracy:.1%}[/] of {rows} held-out tweets right.")
-        return accuracy
-
-    def introduce(self) -> None:
-        """Say what is to come, and write the tasks."""
-        train, validation = self.scale["train"], self.scale["validation"]
-        self.console.rule("[bold]peft-surgical demo", style="cyan")
-        self.say("Fine-tune only the layers that matter, keep one model in memory, and swap small files per task.\n")
-        self.say(f"Encoder  MiniLM, a pretrained BERT with 6 layers, from the package {demo_data.ENCODER_PACKAGE}")
-        self.say(f"Text     tweets labelled by people, from the package {demo_data.TWEETS_PACKAGE}")
-        self.say(f"Task 1   [bold]sentiment[/]: {', '.join(demo_data.SENTIMENT)}")
-        self.say(f"Task 2   [bold]opinion[/]: {', '.join(demo_data.OPINION)} (of other tweets)")
-        self.say(f"Rows     per task {train} to train on and {validation} to measure on")
-        demo_data.write_tasks(self.folder / "data", train=train, validation=validation)
-
-    def tune_sentiment(self) -> None:
-        """Rank the layers, and tune the best."""
-        self.step(1, "Which layers matter for sentiment?")
-        surgical = self.make_run("sentiment", "surgical")
-        ranking = surgical.rank(progress=False)
-        assert ranking is not None
-        self.say(
-            f"By the diagonal of the Fisher information on {self.scale['samples']} training tweets (Lodha et al., "
-            "2023): how much a layer's weights sway the prediction.\n"
-        )
-        self.console.print(str(ranking), markup=False, soft_wrap=True)
-        ranking.plot(str(self.folder / "ranking.png"))
-        self.say(f"\nTook {surgical.seconds['rank']:.1f} s. The same as a plot: {self.folder / 'ranking.png'}")
-        self.checks["every layer has a score above zero"] = all(score > 0 for score in ranking.scores)
-
-        self.step(2, f"Sentiment: tune the top {TOP} layers")
-        head = self.train(self.make_run("sentiment", "head"), "sentiment")
-        self._check_gain("sentiment: two tuned layers beat", head, self.train(surgical, "sentiment"))
-
-    def tune_opinion(self) -> None:
-        """Tune the last layers, then SPAFIT."""
-        self.step(3, f"Opinion: tune the last {TOP} layers")
-        self.say(
-            "The simplest choice (Lee et al., 2019): it needs no ranking. This task has another number of classes."
-        )
-        head = self.train(self.make_run("opinion", "head"), "opinion")
-        self._check_gain(
-            "opinion: two tuned layers beat", head, self.train(self.make_run("opinion", "last"), "opinion")
-        )
-
-        self.step(4, "Opinion again, by SPAFIT")
-        self.say(
-            "A little more from layer to layer (Arora & Wang, 2024): the lowest stays frozen, the next trains its "
-            "bias terms, the others get LoRA."
-        )
-        self._check_gain("opinion: SPAFIT beats", head, self.train(self.make_run("opinion", "spafit"), "opinion"))
-
-    def _check_gain(self, who: str, head: float, tuned: float) -> None:
-        self.checks[f"{who} the head alone (by {100 * (tuned - head):+.1f} points)"] = tuned > head
+        if method != "head":
+            gain = accuracy - self.results[task, "head"]["evaluation"]["accuracy"]
+            who = "SPAFIT beats" if method == "spafit" else "two tuned layers beat"
+            self.checks[f"{task}: {who} the head alone (by {100 * gain:+.1f} points)"] = gain > 0
 
     def show_costs(self) -> None:
         """Show what each run took, and check the sizes of the files."""

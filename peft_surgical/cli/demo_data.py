@@ -45,20 +45,25 @@ def write_tasks(folder: Path, *, train: int, validation: int, seed: int = 0) -> 
     """
     from datasets import ClassLabel, Dataset, Features, Value
 
-    by_class: dict[str, list[str]] = {name: [] for name in SENTIMENT}
+    pools: dict[str, list[str]] = {name: [] for name in SENTIMENT}
     for text, sentiment in read_tweets():
-        by_class[sentiment].append(text)
-    draw = random.Random(seed)
-    for texts in by_class.values():
-        draw.shuffle(texts)
-    for task, labels in (("sentiment", SENTIMENT), ("opinion", OPINION)):
-        for split, count in (("train", train), ("validation", validation)):
-            rows = [(text, label) for label in labels for text in _take(by_class, label, count // len(labels))]
-            draw.shuffle(rows)
-            columns = {"text": [text for text, _ in rows], "label": [labels.index(label) for _, label in rows]}
+        pools[sentiment].append(text)
+    for texts in pools.values():
+        random.Random(seed).shuffle(texts)
+
+    def take(sentiment: str, count: int) -> list[str]:
+        return [pools[sentiment].pop() for _ in range(count)]
+
+    for split, count in (("train", train), ("validation", validation)):
+        third, half = count // len(SENTIMENT), count // len(OPINION)
+        moods = [take(name, third) for name in SENTIMENT]
+        opinion = [take("neutral", half), take("negative", half // 2) + take("positive", half - half // 2)]
+        for task, labels, groups in (("sentiment", SENTIMENT, moods), ("opinion", OPINION, opinion)):
+            rows = [{"text": text, "label": i} for i, texts in enumerate(groups) for text in texts]
             features = Features({"text": Value("string"), "label": ClassLabel(names=[*labels])})
             (folder / task).mkdir(parents=True, exist_ok=True)
-            Dataset.from_dict(columns, features=features).to_parquet(str(folder / task / f"{split}.parquet"))
+            data = Dataset.from_list(rows, features=features).shuffle(seed=seed)
+            data.to_parquet(str(folder / task / f"{split}.parquet"))
 
 
 def read_tweets() -> Iterator[tuple[str, str]]:
@@ -87,15 +92,6 @@ def clean(tweet: str) -> str:
     """
     tweet = re.sub(r"https?://\S+|\bRT\b|@\w+:|#|(?<!\w)_(?!\w)", " ", html.unescape(tweet))
     return " ".join(tweet.encode("ascii", "ignore").decode().split())
-
-
-def _take(by_class: dict[str, list[str]], label: str, count: int) -> list[str]:
-    """Take tweets off the lists; those with an opinion are half negative, half positive."""
-    if label == "opinion":
-        source = [("negative", count // 2), ("positive", count - count // 2)]
-    else:
-        source = [("neutral" if label == "no opinion" else label, count)]
-    return [by_class[name].pop() for name, part in source for _ in range(part)]
 
 
 def _package_file(package: str, ending: str) -> Path:

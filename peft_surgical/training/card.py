@@ -47,7 +47,9 @@ def check_folder(job: TrainingJob, *, resume: bool = False, overwrite: bool = Fa
     if not folder.exists() or not any(folder.iterdir()):
         return
     if not (folder / JOB_FILE).exists():
-        raise ValueError(f"--output {folder} holds files that no training wrote. Choose another folder.")
+        raise ValueError(
+            f"--output {folder} holds files that were not written by `peft-surgical train`. Choose another folder."
+        )
     if resume and (folder / METRICS_FILE).exists():
         raise ValueError(f"--output {folder} holds a finished run. Use --overwrite to start over.")
     if resume:
@@ -73,7 +75,7 @@ def newest_checkpoint(folder: Path) -> Path | None:
             json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
             return checkpoint
         except (OSError, ValueError):
-            logger.warning("%s was not written to its end and is passed over.", checkpoint)
+            logger.warning("%s is incomplete and is skipped.", checkpoint)
     return None
 
 
@@ -217,8 +219,8 @@ def _results_section(parts: Parts, results: dict[str, Any]) -> str:
         rows.append("**The checkpoint was chosen on the rows it is measured on, so these numbers are too good.**")
     if parts.overlap:
         rows.append(
-            f"{parts.overlap:,} of the {evaluation['samples']:,} evaluation rows have a text that was trained on or "
-            "chosen by too."
+            f"{parts.overlap:,} of the {evaluation['samples']:,} evaluation rows have a text that is also in the "
+            "training or selection rows."
         )
     return "## Results\n\n" + "\n\n".join(rows)
 

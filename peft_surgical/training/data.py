@@ -163,7 +163,7 @@ def split_rows(
         raise ValueError(f"There is no training split; the splits with labels are: {[*task.splits]}.")
     for option, name in (("--eval-split", eval_split), ("--select-on", select_on)):
         if name == train_name:
-            raise ValueError(f"{option} {name}: these rows are trained on and would tell nothing.")
+            raise ValueError(f"{option} {name}: these rows are trained on, so to measure on them would say nothing.")
     train = task.split(train_name)
     eval_split = eval_split or find_split(task.splits, "validation") or find_split(task.splits, "test")
     cut = f"{held_out:.0%} of the {train_name} split"
@@ -263,7 +263,7 @@ def _read_from_hub(name: str, subset: str | None) -> dict[str, Dataset]:
         loaded = load_dataset(name, subset)
     except Exception as error:
         raise ValueError(
-            f"--data {name} is neither a file nor a folder here, nor a data set that the hub gave: {error}"
+            f"--data {name} is neither a file nor a folder here, and the hub gave no such data set: {error}"
         ) from error
     return {str(split): data for split, data in loaded.items()}
 

@@ -136,7 +136,7 @@ class TrainingJob:
     ] = ()
     label_column: Annotated[str | None, _DATA("Column with the label. Found if not given.")] = None
     task: Annotated[
-        str | None, _DATA("classification or regression. Told from the labels if not given.", choices=METRICS)
+        str | None, _DATA("classification or regression. Inferred from the labels if not given.", choices=METRICS)
     ] = None
     max_length: Annotated[int, _DATA("Texts are cut to this many tokens.", positive=True)] = 256
     max_train_samples: Annotated[int | None, _DATA("Train on this many rows, a random draw.")] = None
@@ -163,7 +163,7 @@ class TrainingJob:
     learning_rate: Annotated[
         float | None, _TRAINING(f"Default by method: {_RATES}.", names=("--learning-rate", "--lr"))
     ] = None
-    weight_decay: Annotated[float, _TRAINING("Of AdamW.")] = 0.01
+    weight_decay: Annotated[float, _TRAINING("Weight decay of AdamW.")] = 0.01
     warmup: Annotated[float, _TRAINING("The part of the steps in which the learning rate rises.", fraction=True)] = (
         0.06
     )

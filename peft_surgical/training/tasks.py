@@ -193,14 +193,14 @@ def _class_ids(split: str, data: Dataset, label: str, names: Sequence[str]) -> l
     ids = {name: i for i, name in enumerate(names)}
     unknown = sorted(set(own) - set(ids))
     if unknown:
-        raise ValueError(f"{split!r} holds the label {unknown[0]!r}, which is none of the classes {[*names]}.")
+        raise ValueError(f"{split!r} holds the label {unknown[0]!r}, which is not one of the classes {[*names]}.")
     return [ids[name] for name in own]
 
 
 def _amounts(split: str, data: Dataset, label: str) -> list[float]:
     if isinstance(data.features[label], ClassLabel):
-        raise ValueError(f"Column {label!r} holds the classes {data.features[label].names}, which are no amounts.")
+        raise ValueError(f"Column {label!r} holds the classes {data.features[label].names}, not amounts.")
     try:
         return [float(value) for value in data[label][:]]
     except ValueError as error:
-        raise ValueError(f"{split!r} holds a label that is no number: {error}") from error
+        raise ValueError(f"{split!r} holds a label that is not a number: {error}") from error

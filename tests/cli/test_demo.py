@@ -123,7 +123,7 @@ def test_the_folder_of_an_earlier_demo_is_written_again(tiny_demo, tmp_path, mon
 def test_a_folder_with_other_files_is_refused(tiny_demo, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "thesis.tex").write_text("years of work")
-    assert "no demo wrote" in " ".join(tiny_demo(code=2).split())
+    assert "not written by the demo" in " ".join(tiny_demo(code=2).split())
     assert (tmp_path / "out" / "thesis.tex").exists()
 
 

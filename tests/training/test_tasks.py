@@ -187,9 +187,9 @@ def test_an_unknown_label_and_a_single_class_are_refused():
 
 
 def test_classes_are_no_amounts():
-    with pytest.raises(ValueError, match="no amounts"):
+    with pytest.raises(ValueError, match="not amounts"):
         task_of({"text": ["a", "b"], "label": [0, 1]}, {"label": ClassLabel(names=["x", "y"])}, kind="regression")
-    with pytest.raises(ValueError, match="no number"):
+    with pytest.raises(ValueError, match="not a number"):
         task_of({"text": ["a", "b"], "label": ["1", "many"]}, kind="regression")
 
 

@@ -294,7 +294,7 @@ def test_a_folder_in_use_is_refused_and_left_alone(job, tmp_path):
 def test_a_folder_with_other_files_is_never_emptied(job, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "thesis.tex").write_text("years of work")
-    with pytest.raises(ValueError, match="no training wrote"):
+    with pytest.raises(ValueError, match="not written by `peft-surgical train`"):
         train(job(), overwrite=True)
     assert (tmp_path / "out" / "thesis.tex").exists()
 
