@@ -68,7 +68,7 @@ def test_folders_without_data_or_with_a_split_twice_are_refused(tmp_path):
 
 
 def test_a_name_the_hub_does_not_give_is_an_error_that_says_both():
-    with pytest.raises(ValueError, match="neither a file nor a folder here, nor a data set"):
+    with pytest.raises(ValueError, match="neither a file nor a folder here, and the hub"):
         read_splits("no-such-owner/no-such-set")
 
 
