@@ -175,11 +175,15 @@ def _ending_processes() -> Iterator[None]:
     """End the process group that a command has started: its threads may crash a process that ends before them."""
     from peft_surgical.training.prepare import this_process
 
+    done = False
     try:
         yield
-        this_process().wait_for_everyone()  # none may end while another still waits for it
+        this_process().wait_for_everyone()  # none may end while another still needs it
+        done = True
     finally:
-        this_process().destroy_process_group()
+        # a process that failed alone would wait here for the others under NCCL, and they for it
+        if done or "nccl" not in str(this_process().backend):
+            this_process().destroy_process_group()
 
 
 def show_table(console: Console, rows: Iterable[tuple[str, str]]) -> None:

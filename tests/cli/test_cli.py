@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import typer
@@ -17,11 +18,11 @@ from typer.testing import CliRunner
 
 from peft_surgical import LayerRanking
 from peft_surgical.cli import app
-from peft_surgical.cli.common import read_layers
+from peft_surgical.cli.common import as_command, read_layers
 from peft_surgical.files.encodings import ENCODINGS
 from peft_surgical.ranking.aggregation import AGGREGATIONS
 from peft_surgical.ranking.scores import SCORES
-from peft_surgical.training import TrainingJob, TrainingRun
+from peft_surgical.training import TrainingJob, TrainingRun, prepare
 
 
 @pytest.fixture(scope="module")
@@ -171,6 +172,32 @@ print(result.exit_code, started, dist.is_initialized())
     command += ["--max-steps", "1", "--output", str(tmp_path / "out")]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **settings}, check=True)
     assert done.stdout.splitlines()[-1] == f"{code} [True] False"
+
+
+@pytest.mark.parametrize(
+    ("backend", "fails", "expected"),
+    [
+        ("nccl", False, ["wait", "end"]),
+        ("gloo", False, ["wait", "end"]),
+        ("gloo", True, ["end"]),
+        ("cuda:nccl,cpu:gloo", True, []),
+    ],
+)
+def test_a_process_that_fails_alone_waits_for_no_other(monkeypatch, backend, fails, expected):
+    done: list[str] = []
+    process = SimpleNamespace(backend=backend, is_main_process=True)
+    process.wait_for_everyone = lambda: done.append("wait")
+    process.destroy_process_group = lambda: done.append("end")
+    monkeypatch.setattr(prepare, "this_process", lambda: process)
+
+    def work(console):
+        if fails:
+            raise ValueError("a mistake")
+
+    one_command = typer.Typer()
+    one_command.command()(as_command(work))
+    assert CliRunner().invoke(one_command).exit_code == (2 if fails else 0)
+    assert done == expected
 
 
 def test_rank_shows_saves_and_plots(run, base, data, tmp_path):
