@@ -151,17 +151,68 @@ def write_model_card(
         results: The content of `metrics.json`.
         ranking: The ranking that chose the layers, if one did.
     """
-    sections = [
-        f"---\n{_metadata(job, results)}\n---",
-        f"# {Path(job.output).resolve().name}",
-        _summary(job, results),
-        _results_section(parts, results),
-        _ranking_section(job, results, ranking),
-        _usage_section(job, results),
-        _exact_section(job, results),
-    ]
-    text = "\n\n".join(section for section in sections if section)
-    (Path(folder) / "README.md").write_text(text + "\n", encoding="utf-8")
+    task, evaluation, training = results["task"], results["evaluation"], results["training"]
+    metrics = {name: value for name, value in evaluation.items() if name not in ("rows", "samples")}
+    metadata = ModelCardData(
+        base_model=job.model,
+        library_name="transformers" if job.method == "full" else "peft",
+        pipeline_tag="text-classification",
+        tags=["peft-surgical", job.method],
+        metrics=[name for name in metrics if name != "loss"],
+    )
+    wanted = f"the classes {', '.join(task['labels'])}" if task["labels"] else "an amount"
+    columns = " and ".join(f"`{column}`" for column in task["text_columns"])
+    trained, total = results["parameters"]["trained"], results["parameters"]["total"]
+    percent = 100 * trained / total
+    layers = "; ".join(f"{stack} {', '.join(map(str, found))}" for stack, found in results["layers"].items())
+    notes = ""
+    if parts.optimistic:
+        notes += "\n\n**The checkpoint was chosen on the rows it is measured on, so these numbers are too good.**"
+    if parts.overlap:
+        notes += (
+            f"\n\n{parts.overlap:,} of the {evaluation['samples']:,} evaluation rows have a text that is also in the "
+            "training or selection rows."
+        )
+    if ranking is not None:
+        source = f"read from `{job.ranking}`" if job.ranking else "made on training rows before training"
+        notes += f"\n\n## Which layers matter\n\nThe ranking was {source}.\n\n```text\n{ranking}\n```"
+    config = {**dataclasses.asdict(job), "learning_rate": job.peak_learning_rate}
+    text = f"""---
+{metadata.to_yaml()}
+---
+
+# {Path(job.output).resolve().name}
+
+`{job.model}`, tuned by the method *{job.method}* ({METHODS[job.method].about}) to tell {wanted} from {columns} of \
+`{job.data}`.
+
+Trained: {trained:,} of {total:,} parameters ({percent:.{2 if percent < 99.5 else 3}g}%){f", in the layers: {layers}" if layers else ""}.
+
+## Results
+
+Measured on {evaluation["samples"]:,} rows: {evaluation["rows"]}.
+
+| {" | ".join(metrics)} |
+|{" ---: |" * len(metrics)}
+| {" | ".join(f"{value:.4f}" for value in metrics.values())} |
+
+Trained on {training["samples"]:,} {training["rows"]}. {describe_selection(results)}{notes}
+
+## Use
+
+```python
+{_usage(job, task)}
+```
+
+## Exact configuration
+
+```json
+{json.dumps(config, indent=2)}
+```
+
+Made with {", ".join(f"{name} {number}" for name, number in results["versions"].items())}.
+"""
+    (Path(folder) / "README.md").write_text(text, encoding="utf-8")
 
 
 def describe_selection(results: dict[str, Any]) -> str:
@@ -180,85 +231,25 @@ def describe_selection(results: dict[str, Any]) -> str:
     )
 
 
-def _metadata(job: TrainingJob, results: dict[str, Any]) -> str:
-    adapter = job.method != "full"
-    data = ModelCardData(
-        base_model=job.model,
-        library_name="peft" if adapter else "transformers",
-        pipeline_tag="text-classification",
-        tags=["peft-surgical", job.method],
-        metrics=[name for name in results["evaluation"] if name not in ("rows", "samples", "loss")],
-    )
-    return data.to_yaml()
-
-
-def _summary(job: TrainingJob, results: dict[str, Any]) -> str:
-    parameters = results["parameters"]
-    percent = 100 * parameters["trained"] / parameters["total"]
-    share = f"{percent:.2g}%" if percent < 99.5 else f"{percent:.0f}%"
-    layers = "; ".join(f"{stack} {', '.join(map(str, found))}" for stack, found in results["layers"].items())
-    task = results["task"]
-    wanted = f"the classes {', '.join(task['labels'])}" if task["labels"] else "an amount"
-    return (
-        f"`{job.model}`, tuned by the method *{job.method}* ({METHODS[job.method].about}) to tell {wanted} from "
-        f"{' and '.join(f'`{c}`' for c in task['text_columns'])} of `{job.data}`.\n\n"
-        f"Trained: {parameters['trained']:,} of {parameters['total']:,} parameters ({share})"
-        + (f", in the layers: {layers}." if layers else ".")
-    )
-
-
-def _results_section(parts: Parts, results: dict[str, Any]) -> str:
-    evaluation = results["evaluation"]
-    names = [name for name in evaluation if name not in ("rows", "samples")]
-    rows = [
-        f"Measured on {evaluation['samples']:,} rows: {evaluation['rows']}.",
-        f"| {' | '.join(names)} |\n|{' ---: |' * len(names)}\n| {' | '.join(f'{evaluation[n]:.4f}' for n in names)} |",
-        f"Trained on {results['training']['samples']:,} {results['training']['rows']}. {describe_selection(results)}",
-    ]
-    if parts.optimistic:
-        rows.append("**The checkpoint was chosen on the rows it is measured on, so these numbers are too good.**")
-    if parts.overlap:
-        rows.append(
-            f"{parts.overlap:,} of the {evaluation['samples']:,} evaluation rows have a text that is also in the "
-            "training or selection rows."
-        )
-    return "## Results\n\n" + "\n\n".join(rows)
-
-
-def _ranking_section(job: TrainingJob, results: dict[str, Any], ranking: LayerRanking | None) -> str:
-    if ranking is None:
-        return ""
-    source = f"read from `{job.ranking}`" if job.ranking else "made on training rows before training"
-    return f"## Which layers matter\n\nThe ranking was {source}.\n\n```text\n{ranking}\n```"
-
-
-def _usage_section(job: TrainingJob, results: dict[str, Any]) -> str:
-    labels = results["task"]["labels"]
-    base = f'AutoModelForSequenceClassification.from_pretrained("{job.model}", num_labels={len(labels) or 1})'
-    here = Path(job.output).resolve().name
+def _usage(job: TrainingJob, task: dict[str, Any]) -> str:
+    """Code that loads the model and asks it."""
+    labels, here = task["labels"], Path(job.output).resolve().name
+    texts = '"A text"' if len(task["text_columns"]) == 1 else '"A text", "another text"'
+    imports = "from transformers import AutoModelForSequenceClassification, AutoTokenizer"
+    load = "AutoModelForSequenceClassification.from_pretrained"
     if job.method == "full":
-        code = f'model = AutoModelForSequenceClassification.from_pretrained("{here}")'
-        imports = "from transformers import AutoModelForSequenceClassification, AutoTokenizer"
-        tokenizer = here
+        model = f'model = {load}("{here}")'
     else:
-        code = f'base = {base}\nmodel = PeftModel.from_pretrained(base, "{here}").eval()'
-        imports = (
-            "import peft_surgical  # makes the method known to PEFT\nfrom peft import PeftModel\n"
-            "from transformers import AutoModelForSequenceClassification, AutoTokenizer"
-        )
-        tokenizer = job.model
-    texts = '"A text"' if len(results["task"]["text_columns"]) == 1 else '"A text", "another text"'
-    return (
-        f'## Use\n\n```python\n{imports}\n\n\n{code}\ntokenizer = AutoTokenizer.from_pretrained("{tokenizer}")\n'
-        f'logits = model(**tokenizer({texts}, return_tensors="pt")).logits\n'
-        + (f"print({[*labels]}[logits.argmax()])\n```" if labels else "print(float(logits))\n```")
-    )
+        imports = f"import peft_surgical  # makes the method known to PEFT\nfrom peft import PeftModel\n{imports}"
+        model = f'base = {load}("{job.model}", num_labels={len(labels) or 1})\n'
+        model += f'model = PeftModel.from_pretrained(base, "{here}").eval()'
+    return f"""{imports}
 
 
-def _exact_section(job: TrainingJob, results: dict[str, Any]) -> str:
-    config = {**dataclasses.asdict(job), "learning_rate": job.peak_learning_rate}
-    versions = ", ".join(f"{name} {number}" for name, number in results["versions"].items())
-    return f"## Exact configuration\n\n```json\n{json.dumps(config, indent=2)}\n```\n\nMade with {versions}."
+{model}
+tokenizer = AutoTokenizer.from_pretrained("{here if job.method == "full" else job.model}")
+logits = model(**tokenizer({texts}, return_tensors="pt")).logits
+print({f"{[*labels]}[logits.argmax()]" if labels else "float(logits)"})"""
 
 
 def _refuse_other_job(old: TrainingJob, new: TrainingJob) -> None:
