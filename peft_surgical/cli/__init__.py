@@ -1,10 +1,12 @@
-"""The command `peft-surgical`: rank, train, evaluate, inspect, diff, merge, convert, export-lora, demo."""
+"""The command `peft-surgical`. PyTorch and the like are imported when a command runs, not to show its help."""
 
 from __future__ import annotations
 
 import typer
 
 from peft_surgical.cli import convert, demo, diff, evaluate, inspect, merge, rank, train
+from peft_surgical.cli.common import as_command
+from peft_surgical.training.job import job_options
 
 
 app = typer.Typer(
@@ -15,16 +17,15 @@ app = typer.Typer(
     pretty_exceptions_show_locals=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command()(rank.rank)
-app.command()(train.train)
-app.command()(evaluate.evaluate)
-app.command()(inspect.inspect)
-app.command()(diff.diff)
-app.command()(merge.merge)
-app.command()(convert.convert)
-app.command("export-lora")(convert.export)
-app.command()(demo.demo)
-
-
-if __name__ == "__main__":
-    app()
+for name, command in {
+    "rank": as_command(rank.rank, rank.JOB_FIELDS),
+    "train": as_command(train.train, job_options()),
+    "evaluate": as_command(evaluate.evaluate),
+    "inspect": as_command(inspect.inspect),
+    "diff": as_command(diff.diff),
+    "merge": as_command(merge.merge),
+    "convert": as_command(convert.convert),
+    "export-lora": as_command(convert.export),
+    "demo": as_command(demo.demo),
+}.items():
+    app.command(name)(command)

@@ -3,28 +3,23 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from torch.utils.data import DataLoader
-from transformers import DataCollatorWithPadding
+from rich.console import Console
 
-from peft_surgical.cli import options
-from peft_surgical.cli.console import make_console, size
-from peft_surgical.convert.convert import base_of, convert_adapter, export_lora
-from peft_surgical.convert.distil import Distillation, distil_scales
-from peft_surgical.convert.inspect import inspect_adapter
-from peft_surgical.convert.merge import adapted_model
-from peft_surgical.methods.config import open_adapter
-from peft_surgical.training.loading import load_tokenizer
-from peft_surgical.training.splits import find_split, read_splits
-from peft_surgical.training.tasks import encode, make_task
+from peft_surgical.cli.common import Encoding, size
+
+
+if TYPE_CHECKING:
+    from peft_surgical.convert.distil import Distillation
 
 
 def convert(
+    console: Console,
     adapter: Annotated[str, typer.Argument(help="The adapter: a folder, or its name on the hub.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="The folder to write to.")],
-    encoding: options.DeltaEncoding,
+    encoding: Encoding,
     base: Annotated[str | None, typer.Option(help="The base model, if not where the adapter's config says.")] = None,
     distil: Annotated[
         str | None,
@@ -34,38 +29,44 @@ def convert(
     ] = None,
     rows: Annotated[int, typer.Option(help="With --distil: how many rows.")] = 256,
     batch_size: Annotated[int, typer.Option(help="With --distil: rows per batch.")] = 16,
-    text_columns: options.TextColumns = None,
-    quiet: options.Quiet = False,
+    text_columns: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--text-column",
+            help="With --distil: column with the text; twice for two texts. Found if not given.",
+        ),
+    ] = None,
 ) -> None:
     """Write an adapter again with another encoding: smaller, or the plain values back."""
-    console = make_console(quiet=quiet)
-    with options.errors_in_words(console):
-        progress = console.is_terminal and not quiet
-        if distil is None:
-            convert_adapter(adapter, output, encoding, base=base, progress=progress)
-        elif encoding != "sign":
-            raise ValueError(f"--distil finds step sizes for --encoding sign, not for {encoding}.")
-        else:
-            found = _distil(adapter, output, base, distil, rows, batch_size, tuple(text_columns or ()), progress)
-            console.print(f"Mean squared error of the outputs: {found.before:.3g}, distilled {found.after:.3g}")
-        before, after = inspect_adapter(adapter), inspect_adapter(output)
-        console.print(str(after), markup=False, soft_wrap=True)
-        console.print(f"\nSaved {output}: {size(after.nbytes)}, was {size(before.nbytes)}")
+    from peft_surgical.convert.convert import convert_adapter
+    from peft_surgical.convert.inspect import inspect_adapter
+
+    progress = console.is_terminal and not console.quiet
+    if distil is None:
+        convert_adapter(adapter, output, encoding, base=base, progress=progress)
+    elif encoding != "sign":
+        raise ValueError(f"--distil finds step sizes for --encoding sign, not for {encoding}.")
+    else:
+        found = _distil(adapter, output, base, distil, rows, batch_size, tuple(text_columns or ()), progress)
+        console.print(f"Mean squared error of the outputs: {found.before:.3g}, distilled {found.after:.3g}")
+    before, after = inspect_adapter(adapter), inspect_adapter(output)
+    console.print(str(after), markup=False, soft_wrap=True)
+    console.print(f"\nSaved {output}: {size(after.nbytes)}, was {size(before.nbytes)}")
 
 
 def export(
+    console: Console,
     adapter: Annotated[str, typer.Argument(help="The STRATIFIED adapter: a folder, or its name on the hub.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="The folder to write to.")],
     head: Annotated[bool, typer.Option("--head", help="Include the head: for PEFT itself, not for servers.")] = False,
-    quiet: options.Quiet = False,
 ) -> None:
     """Write the LoRA part of a STRATIFIED adapter alone, for servers that take nothing else."""
-    console = make_console(quiet=quiet)
-    with options.errors_in_words(console):
-        left_out = export_lora(adapter, output, head=head)
-        for name in left_out:
-            console.print(f"left out: {name}", markup=False)
-        console.print(f"Saved {output}; {len(left_out)} tensors are left out")
+    from peft_surgical.convert.convert import export_lora
+
+    left_out = export_lora(adapter, output, head=head)
+    for name in left_out:
+        console.print(f"left out: {name}", markup=False)
+    console.print(f"Saved {output}; {len(left_out)} tensors are left out")
 
 
 def _distil(
@@ -78,9 +79,20 @@ def _distil(
     text_columns: tuple[str, ...],
     progress: bool,
 ) -> Distillation:
-    delta = open_adapter(adapter)
-    before = base_of(delta, base)
-    model = adapted_model(before, delta).eval()
+    from torch.utils.data import DataLoader
+    from transformers import DataCollatorWithPadding
+
+    from peft_surgical.convert.convert import base_of
+    from peft_surgical.convert.distil import distil_scales
+    from peft_surgical.convert.merge import adapted_model
+    from peft_surgical.methods.config import open_adapter
+    from peft_surgical.training.data import find_split, read_splits
+    from peft_surgical.training.prepare import load_tokenizer
+    from peft_surgical.training.tasks import encode, make_task
+
+    file = open_adapter(adapter)
+    before = base_of(file, base)
+    model = adapted_model(before, file).eval()
     tokenizer = load_tokenizer(before.source)
     task = make_task(read_splits(data), text_columns=text_columns)
     split = task.split(find_split(task.splits, "train") or next(iter(task.splits)))

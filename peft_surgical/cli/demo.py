@@ -4,23 +4,31 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console
+from rich.padding import Padding
 from rich.table import Table
 
-from peft_surgical.cli import demo_data as source
-from peft_surgical.cli import options
-from peft_surgical.cli.console import make_console, ranking_table, share, size
-from peft_surgical.cli.demo_run import FULL, QUICK, TOP, Demo
-from peft_surgical.cli.demo_swap import Resident, answer, load_resident, peak_memory, swap
+from peft_surgical.cli import demo_data
+from peft_surgical.cli.common import share, size
 
+
+if TYPE_CHECKING:
+    from peft_surgical.training.run import TrainingRun
 
 MARKER = "demo.json"
 SWAPS = 100
+TOP = 2
+# rows per task, passes over them, rows to rank on, heads to average the ranking over
+FULL = {"train": 900, "validation": 600, "epochs": 3, "samples": 100, "head_seeds": 3}
+QUICK = {"train": 270, "validation": 120, "epochs": 2, "samples": 48, "head_seeds": 2}
+LEARNING_RATES = {"head": 5e-2, "surgical": 1e-3, "last": 1e-3, "spafit": 1e-3}
 SENTENCES = (
     "The crew was wonderful and we landed early, thank you!",
     "Three hours on hold and my bag is still missing.",
@@ -29,193 +37,234 @@ SENTENCES = (
 
 
 def demo(
+    console: Console,
     quick: Annotated[bool, typer.Option("--quick", help="Less of everything, in less than a minute.")] = False,
     output: Annotated[Path, typer.Option(help="The folder to write.")] = Path("peft-surgical-demo"),
     sentence: Annotated[
         list[str] | None, typer.Option("--sentence", "-s", help="A sentence to answer; may be repeated.")
     ] = None,
     ask: Annotated[bool, typer.Option("--ask", help="Let me type sentences at the end.")] = False,
-    quiet: options.Quiet = False,
 ) -> None:
     """See the whole way: rank the layers, tune two tasks, swap them on one model, and check that all of it holds.
 
     The model and the text come from two packages of PyPI (the extra `demo`); nothing is downloaded. Takes about four
     minutes on two cores. The exit code is 1 if a check fails.
     """
-    console = make_console(quiet=quiet)
     started = time.perf_counter()
-    with options.errors_in_words(console):
-        _open(output)
-        run = Demo(console, output, QUICK if quick else FULL)
-        _introduce(run)
-        _rank_and_tune(run)
-        _tune_second_task(run)
-        _tune_by_spafit(run)
-        _show_costs(run)
-        resident = _swap(run)
-        _answer(run, resident, [*SENTENCES, *(sentence or ())])
-        while ask and (typed := typer.prompt("\n  Your sentence (empty to go on)", default="", show_default=False)):
-            _answer(run, resident, [typed])
-    _show_checks(run, time.perf_counter() - started)
-    (output / MARKER).write_text(json.dumps({what: holds for what, holds in run.checks}, indent=2) + "\n")
-    if not all(holds for _, holds in run.checks):
+    _open(output)
+    run = Demo(console, output, QUICK if quick else FULL)
+    run.introduce()
+    run.tune_sentiment()
+    run.tune_opinion()
+    run.show_costs()
+    resident = run.swap()
+    run.answer(resident, [*SENTENCES, *(sentence or ())])
+    while ask and (typed := typer.prompt("\n  Your sentence (empty to go on)", default="", show_default=False)):
+        run.answer(resident, [typed])
+    run.show_checks(time.perf_counter() - started)
+    (output / MARKER).write_text(json.dumps(run.checks, indent=2) + "\n")
+    if not all(run.checks.values()):
         raise typer.Exit(1)
-    _say_what_next(run)
+    run.say_what_next()
 
 
 def _open(folder: Path) -> None:
     """Empty the folder of an earlier demo."""
     if folder.exists() and any(folder.iterdir()):
         if not (folder / MARKER).exists():
-            raise ValueError(f"--output {folder} holds files that no demo wrote. Choose another folder.")
+            raise ValueError(
+                f"--output {folder} holds files that were not written by the demo. Choose another folder."
+            )
         shutil.rmtree(folder)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / MARKER).write_text("{}\n")
 
 
-def _introduce(run: Demo) -> None:
-    scale = run.scale
-    run.console.rule("[bold]peft-surgical demo", style="cyan")
-    run.say("Fine-tune only the layers that matter, keep one model in memory, and swap small files per task.\n")
-    run.say(f"Encoder  MiniLM, a pretrained BERT with 6 layers, from the package {source.ENCODER_PACKAGE}")
-    run.say(f"Text     tweets labelled by people, from the package {source.TWEETS_PACKAGE}")
-    run.say(f"Task 1   [bold]sentiment[/]: {', '.join(source.SENTIMENT)}")
-    run.say(f"Task 2   [bold]opinion[/]: {', '.join(source.OPINION)} (of other tweets)")
-    run.say(f"Rows     per task {scale.train} to train on and {scale.validation} to measure on")
-    source.write_tasks(run.folder / "data", train=scale.train, validation=scale.validation)
+class Demo:
+    """The steps of the demo, with the results of each run, and the checks and whether they hold.
 
+    Args:
+        console: Where it is shown.
+        folder: Where it writes.
+        scale: How much it does.
+    """
 
-def _rank_and_tune(run: Demo) -> None:
-    run.step(1, "Which layers matter for sentiment?")
-    surgical = run.run("sentiment", "surgical")
-    ranking = surgical.rank(progress=False)
-    assert ranking is not None
-    run.say(
-        f"By the diagonal of the Fisher information on {run.scale.samples} training tweets (Lodha et al., 2023): "
-        "how much a layer's weights sway the prediction."
-    )
-    run.console.print(ranking_table(ranking, TOP))
-    ranking.plot(str(run.folder / "ranking.png"))
-    run.say(f"Took {surgical.seconds['rank']:.1f} s. The same as a plot: {run.folder / 'ranking.png'}")
-    run.check("every layer has a score above zero", all(score > 0 for score in ranking.scores))
+    def __init__(self, console: Console, folder: Path, scale: dict[str, int]):
+        self.console, self.folder, self.scale = console, folder, scale
+        self.results: dict[tuple[str, str], dict[str, Any]] = {}
+        self.checks: dict[str, bool] = {}
 
-    run.step(2, f"Sentiment: tune the top {TOP} layers")
-    head = run.train(run.run("sentiment", "head"))
-    tuned = run.train(surgical)
-    _check_gain(run, "sentiment", head, tuned)
+    def say(self, text: str) -> None:
+        """Show a paragraph."""
+        self.console.print(Padding(text, (0, 0, 0, 2)))
 
+    def step(self, number: int, title: str) -> None:
+        """Begin a step."""
+        self.console.print()
+        self.console.rule(f"[bold]{number}. {title}", align="left", style="cyan")
 
-def _tune_second_task(run: Demo) -> None:
-    run.step(3, f"Opinion: tune the last {TOP} layers")
-    run.say("The simplest choice (Lee et al., 2019), which needs no ranking; and another number of classes.")
-    head = run.train(run.run("opinion", "head"))
-    tuned = run.train(run.run("opinion", "last"))
-    _check_gain(run, "opinion", head, tuned)
-
-
-def _tune_by_spafit(run: Demo) -> None:
-    run.step(4, "Opinion again, by SPAFIT")
-    run.say(
-        "A little more from layer to layer (Arora & Wang, 2024): the lowest stays frozen, the next trains its bias "
-        "terms, the others get LoRA."
-    )
-    tuned = run.train(run.run("opinion", "spafit"))
-    _check_gain(run, "opinion", run.results["opinion", "head"], tuned, "SPAFIT beats")
-
-
-def _check_gain(
-    run: Demo, task: str, head: dict[str, Any], tuned: dict[str, Any], who: str = "two tuned layers beat"
-) -> None:
-    gain = tuned["evaluation"]["accuracy"] - head["evaluation"]["accuracy"]
-    run.check(f"{task}: {who} the head alone (by {100 * gain:+.1f} points)", gain > 0)
-
-
-def _show_costs(run: Demo) -> None:
-    run.step(5, "What it took")
-    table = Table()
-    table.add_column("task")
-    table.add_column("tuned")
-    for name in ("accuracy", "parameters", "of all", "file", "seconds"):
-        table.add_column(name, justify="right")
-    for (task, method), results in run.results.items():
-        parameters = results["parameters"]
-        layers = results["layers"].get("encoder")
-        table.add_row(
-            task,
-            f"{'SPAFIT, ' if method == 'spafit' else ''}layers {', '.join(map(str, layers))} + head"
-            if layers
-            else "head alone",
-            f"{results['evaluation']['accuracy']:.1%}",
-            size(parameters["trained"], ""),
-            share(parameters["trained"], parameters["total"]),
-            size(sum(results["files"].values())),
-            f"{results['seconds']['train']:.0f}",
-            style=None if method == "head" else "bold",
-            end_section=method in ("surgical", "spafit"),
+    def introduce(self) -> None:
+        """Say what is to come, and write the tasks."""
+        train, validation = self.scale["train"], self.scale["validation"]
+        self.console.rule("[bold]peft-surgical demo", style="cyan")
+        self.say(
+            "Fine-tune only the layers that matter, keep one model in memory, and swap small files per task.\n\n"
+            f"Encoder  MiniLM, a pretrained BERT with 6 layers, from the package {demo_data.ENCODER_PACKAGE}\n"
+            f"Text     tweets labelled by people, from the package {demo_data.TWEETS_PACKAGE}\n"
+            f"Task 1   [bold]sentiment[/]: {', '.join(demo_data.SENTIMENT)}\n"
+            f"Task 2   [bold]opinion[/]: {', '.join(demo_data.OPINION)} (of other tweets)\n"
+            f"Rows     per task {train} to train on and {validation} to measure on"
         )
-    run.console.print(table)
-    whole = source.encoder_folder() / "model.safetensors"
-    run.say(f"The whole model would be {size(whole.stat().st_size)} per task.")
-    for task, method in (("sentiment", "surgical"), ("opinion", "last"), ("opinion", "spafit")):
-        results = run.results[task, method]
-        tensors = 4 * results["parameters"]["trained"]
-        extra = sum(results["files"].values()) / tensors - 1
-        name = f"{task}, SPAFIT" if method == "spafit" else task
-        run.check(f"{name}: the file is {extra:.2%} larger than its tensors (at most 1%)", 0 <= extra <= 0.01)
+        demo_data.write_tasks(self.folder / "data", train=train, validation=validation)
+
+    def tune_sentiment(self) -> None:
+        """Rank the layers, and tune the best."""
+        self.step(1, "Which layers matter for sentiment?")
+        run = self.make_run("sentiment", "surgical")
+        ranking = run.rank(progress=False)
+        assert ranking is not None
+        self.say(
+            f"By the diagonal of the Fisher information on {self.scale['samples']} training tweets (Lodha et al., "
+            "2023): how much a layer's weights sway the prediction.\n"
+        )
+        self.console.print(str(ranking), markup=False, soft_wrap=True)
+        ranking.plot(str(self.folder / "ranking.png"))
+        self.say(f"\nTook {run.seconds['rank']:.1f} s. The same as a plot: {self.folder / 'ranking.png'}")
+        self.checks["every layer has a score above zero"] = all(score > 0 for score in ranking.scores)
+        self.step(2, f"Sentiment: tune the top {TOP} layers")
+        self.tune("sentiment", self.make_run("sentiment", "head"))
+        self.tune("sentiment", run)
+
+    def tune_opinion(self) -> None:
+        """Tune the last layers, then by SPAFIT."""
+        self.step(3, f"Opinion: tune the last {TOP} layers")
+        self.say(
+            "The simplest choice (Lee et al., 2019): it needs no ranking. This task has another number of classes."
+        )
+        self.tune("opinion", self.make_run("opinion", "head"))
+        self.tune("opinion", self.make_run("opinion", "last"))
+        self.step(4, "Opinion again, by SPAFIT")
+        self.say(
+            "A little more from layer to layer (Arora & Wang, 2024): the lowest stays frozen, the next trains its "
+            "bias terms, the others get LoRA."
+        )
+        self.tune("opinion", self.make_run("opinion", "spafit"))
+
+    def make_run(self, task: str, method: str) -> TrainingRun:
+        """A run of training on a task."""
+        from peft_surgical.training.job import TrainingJob
+        from peft_surgical.training.run import TrainingRun
+
+        ranking = {"samples": self.scale["samples"], "head_seeds": self.scale["head_seeds"]}
+        options: dict[str, Any] = {"surgical": {"top_k": TOP, **ranking}, "last": {"top_k": TOP}}.get(method, {})
+        job = TrainingJob(
+            model=str(demo_data.encoder_folder()),
+            data=str(self.folder / "data" / task),
+            output=str(self.folder / (f"{task}-{method}" if method in ("head", "spafit") else task)),
+            method=method,
+            learning_rate=LEARNING_RATES[method],
+            epochs=self.scale["epochs"],
+            max_length=48,
+            select_on="none",
+            **options,
+        )
+        return TrainingRun(job)
+
+    def tune(self, task: str, run: TrainingRun) -> None:
+        """Train and measure a run, and check that it beats the head alone."""
+        from peft_surgical.training.trainer import StepBar
+
+        run.callbacks = [StepBar()] if self.console.is_terminal and not self.console.quiet else []
+        run.fit()
+        method = run.job.method
+        self.results[task, method] = results = run.finish()
+        accuracy, rows = results["evaluation"]["accuracy"], results["evaluation"]["samples"]
+        layers = results["layers"].get("encoder")
+        what = f"layers {' and '.join(map(str, layers))} and the head" if layers else "the head alone"
+        self.say(f"Tuned {what}: [bold]{accuracy:.1%}[/] of {rows} held-out tweets right.")
+        if method != "head":
+            gain = accuracy - self.results[task, "head"]["evaluation"]["accuracy"]
+            who = "SPAFIT beats" if method == "spafit" else "two tuned layers beat"
+            self.checks[f"{task}: {who} the head alone (by {100 * gain:+.1f} points)"] = gain > 0
+
+    def show_costs(self) -> None:
+        """Show what each run took, and check the sizes of the files."""
+        self.step(5, "What it took")
+        table = Table("task", "tuned")
+        for name in ("accuracy", "parameters", "of all", "file", "seconds"):
+            table.add_column(name, justify="right")
+        for (task, method), results in self.results.items():
+            spafit = method == "spafit"
+            trained, total = results["parameters"]["trained"], results["parameters"]["total"]
+            layers, nbytes = results["layers"].get("encoder"), sum(results["files"].values())
+            tuned = f"layers {', '.join(map(str, layers))} + head" if layers else "head alone"
+            table.add_row(
+                task,
+                f"SPAFIT, {tuned}" if spafit else tuned,
+                f"{results['evaluation']['accuracy']:.1%}",
+                size(trained, ""),
+                share(trained, total),
+                size(nbytes),
+                f"{results['seconds']['train']:.0f}",
+                style=None if method == "head" else "bold",
+            )
+            if method != "head":
+                extra = nbytes / (4 * trained) - 1
+                what = f"{task}{', SPAFIT' if spafit else ''}: the file is {extra:.2%} larger than its tensors"
+                self.checks[f"{what} (at most 1%)"] = 0 <= extra <= 0.01
+        self.console.print(table)
+        whole = demo_data.encoder_folder() / "model.safetensors"
+        self.say(f"The whole model would be {size(whole.stat().st_size)} per task.")
+
+    def swap(self) -> demo_data.Resident:
+        """Load all adapters onto one encoder, swap them, and compare the logits."""
+        self.step(6, f"One model in memory, three adapters, {SWAPS} swaps")
+        names = ("sentiment", "opinion", "opinion-spafit")
+        resident = demo_data.Resident({name: self.folder / name for name in names})
+        swapped = resident.swap(SENTENCES, SWAPS)
+        self.say(
+            "All three files are loaded onto one encoder, SPAFIT's beside the surgical ones. A swap takes "
+            f"{1000 * swapped.seconds:.1f} ms and writes nothing to the encoder's weights."
+        )
+        exact = f"{swapped.equal} of {SWAPS} swaps give the logits of the task loaded alone, bit for bit"
+        self.checks[exact] = swapped.equal == SWAPS
+        self.checks["without a task the model gives the encoder's own logits, bit for bit"] = swapped.base_equal
+        self.checks["the encoder's weights are those of the package, bit for bit"] = swapped.weights_equal
+        return resident
+
+    def answer(self, resident: demo_data.Resident, sentences: Sequence[str]) -> None:
+        """Show what each task says of sentences."""
+        table = Table("sentence", *resident.labels)
+        for text in sentences:
+            table.add_row(text, *(resident.answer(task, text) for task in resident.labels))
+        self.console.print(table)
+
+    def show_checks(self, seconds: float) -> None:
+        """Show whether all held, the time and the memory."""
+        self.step(7, "Checks")
+        for what, holds in self.checks.items():
+            self.console.print(f"  {'[green]✓[/]' if holds else '[bold red]✗ FAILED:[/]'} {what}")
+        memory = _peak_memory()
+        self.say(f"All in {seconds:.0f} s" + (f", with {size(memory)} of memory at most." if memory else "."))
+
+    def say_what_next(self) -> None:
+        """Name commands to go on with."""
+        self.step(8, "What next")
+        adapter = self.folder / "sentiment"
+        for command, about in {
+            f"less {adapter / 'README.md'}": "the model card: ranking, exact settings, results, use in Python",
+            f"peft-surgical evaluate {adapter}": "measure it again",
+            "peft-surgical train --model MODEL --data DATA --output OUT": "the same on your model and text",
+            "peft-surgical rank --model MODEL --data DATA --plot ranking.png": "which layers matter for your task",
+        }.items():
+            self.console.print(f"  [cyan]{command}[/]\n      {about}", soft_wrap=True)
 
 
-def _swap(run: Demo) -> Resident:
-    run.step(6, f"One model in memory, three adapters, {SWAPS} swaps")
-    folders = {name: run.folder / name for name in ("sentiment", "opinion", "opinion-spafit")}
-    resident = load_resident(str(source.encoder_folder()), folders)
-    swapped = swap(resident, [*SENTENCES], SWAPS)
-    run.say(
-        f"All three files are loaded onto one encoder, SPAFIT's beside the surgical ones. A swap takes "
-        f"{1000 * swapped.seconds:.1f} ms "
-        "and writes nothing to the encoder's weights."
-    )
-    run.check(
-        f"{swapped.equal} of {SWAPS} swaps give the logits of the task loaded alone, bit for bit",
-        swapped.equal == SWAPS,
-    )
-    run.check("without a task the model gives the encoder's own logits, bit for bit", swapped.base_equal)
-    run.check("the encoder's weights are those of the package, bit for bit", swapped.weights_equal)
-    return resident
-
-
-def _answer(run: Demo, resident: Resident, sentences: Sequence[str]) -> None:
-    table = Table()
-    table.add_column("sentence", overflow="fold")
-    for task in resident.labels:
-        table.add_column(task)
-    for text in sentences:
-        answers = (answer(resident, task, text) for task in resident.labels)
-        table.add_row(text, *(f"{label} ({probability:.0%})" for label, probability in answers))
-    run.console.print(table)
-
-
-def _show_checks(run: Demo, seconds: float) -> None:
-    run.step(7, "Checks")
-    for what, holds in run.checks:
-        run.console.print(f"  {'[green]✓[/]' if holds else '[bold red]✗ FAILED:[/]'} {what}")
-    memory = peak_memory()
-    run.say(f"All in {seconds:.0f} s" + (f", with {size(memory)} of memory at most." if memory else "."))
-
-
-def _say_what_next(run: Demo) -> None:
-    folder = run.folder
-    lines = [
-        (
-            f"less {folder / 'sentiment' / 'README.md'}",
-            "the model card: ranking, exact settings, results, use in Python",
-        ),
-        (f"peft-surgical evaluate {folder / 'sentiment'}", "measure it again"),
-        (
-            "peft-surgical train --model MODEL --data DATA --output OUT",
-            "the same on your model and text; see train --help",
-        ),
-        ("peft-surgical rank --model MODEL --data DATA --plot ranking.png", "which layers matter for your task"),
-    ]
-    run.step(8, "What next")
-    for command, about in lines:
-        run.console.print(f"  [cyan]{command}[/]\n      {about}", soft_wrap=True)
+def _peak_memory() -> int | None:
+    """The most memory that this process has held in bytes, where the system tells."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else 1024 * peak

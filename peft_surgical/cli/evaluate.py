@@ -7,42 +7,40 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from datasets import Dataset
+from rich.console import Console
 
-from peft_surgical.cli import options
-from peft_surgical.cli.console import make_console, metrics_table
-from peft_surgical.training.evaluation import evaluate as evaluate_folder
-from peft_surgical.training.processes import this_process
+from peft_surgical.cli.common import show_metrics
+
+
+_WRITERS = {".csv": "to_csv", ".jsonl": "to_json", ".parquet": "to_parquet"}
 
 
 def evaluate(
+    console: Console,
     folder: Annotated[Path, typer.Argument(help="The folder that `peft-surgical train` wrote.")],
     model: Annotated[str | None, typer.Option(help="The base model, if it lies elsewhere now.")] = None,
     data: Annotated[str | None, typer.Option(help="Other data to measure on, as in train.")] = None,
-    subset: options.Subset = None,
+    subset: Annotated[str | None, typer.Option(help="Which of the subsets of a data set on the hub.")] = None,
     split: Annotated[str | None, typer.Option(help="The split to measure on.")] = None,
     batch_size: Annotated[int | None, typer.Option(help="Rows per batch.")] = None,
     output: Annotated[Path | None, typer.Option(help="Save the metrics here (.json).")] = None,
     predictions: Annotated[
         Path | None, typer.Option(help="Save text, label and prediction of each row here (.csv, .jsonl, .parquet).")
     ] = None,
-    quiet: options.Quiet = False,
 ) -> None:
     """Measure a trained model: on the evaluation rows of its training, or on other labelled text."""
-    console = make_console(quiet=quiet)
-    with options.errors_in_words(console):
-        if predictions is not None and predictions.suffix not in _WRITERS:
-            raise ValueError(f"--predictions {predictions}: allowed are files ending in {', '.join(_WRITERS)}.")
-        result = evaluate_folder(folder, model=model, data=data, subset=subset, split=split, batch_size=batch_size)
-        console.print(metrics_table(result.metrics, f"{len(result.data):,} rows: {result.rows}"))
-        if not this_process().is_main_process:  # the first one writes
-            return
-        if output is not None:
-            output.write_text(json.dumps(result.metrics, indent=2) + "\n", encoding="utf-8")
-            console.print(f"Saved {output}")
-        if predictions is not None:
-            _WRITERS[predictions.suffix](result.table(), str(predictions))
-            console.print(f"Saved {predictions}")
+    from peft_surgical.training.evaluation import evaluate
+    from peft_surgical.training.prepare import this_process
 
-
-_WRITERS = {".csv": Dataset.to_csv, ".jsonl": Dataset.to_json, ".parquet": Dataset.to_parquet}
+    if predictions is not None and predictions.suffix not in _WRITERS:
+        raise ValueError(f"--predictions {predictions}: allowed are files ending in {', '.join(_WRITERS)}.")
+    result = evaluate(folder, model=model, data=data, subset=subset, split=split, batch_size=batch_size)
+    show_metrics(console, result.metrics, len(result.data), result.rows)
+    if not this_process().is_main_process:  # the first one writes
+        return
+    if output is not None:
+        output.write_text(json.dumps(result.metrics, indent=2) + "\n", encoding="utf-8")
+        console.print(f"Saved {output}")
+    if predictions is not None:
+        getattr(result.table(), _WRITERS[predictions.suffix])(str(predictions))
+        console.print(f"Saved {predictions}")

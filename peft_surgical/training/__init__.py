@@ -1,9 +1,32 @@
-"""The job behind `peft-surgical train` and `evaluate`, on transformers' Trainer: data in, a measured delta out."""
+"""The job behind `peft-surgical train` and `evaluate`, on transformers' Trainer: data in, a measured adapter out.
 
-from peft_surgical.training.evaluation import Evaluation, evaluate
-from peft_surgical.training.job import TrainingJob
-from peft_surgical.training.methods import METHODS, Method
-from peft_surgical.training.run import TrainingRun, train
+The names are imported when they are first asked for: the help of the command line needs the job alone.
+"""
 
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+
+if TYPE_CHECKING:
+    from peft_surgical.training.evaluation import Evaluation, evaluate
+    from peft_surgical.training.job import TrainingJob
+    from peft_surgical.training.methods import METHODS, Method
+    from peft_surgical.training.run import TrainingRun, train
 
 __all__ = ["METHODS", "Evaluation", "Method", "TrainingJob", "TrainingRun", "evaluate", "train"]
+
+_HOMES = {
+    "evaluation": "Evaluation evaluate",
+    "job": "TrainingJob",
+    "methods": "METHODS Method",
+    "run": "TrainingRun train",
+}
+
+
+def __getattr__(name: str) -> Any:
+    for module, names in _HOMES.items():
+        if name in names.split():
+            return getattr(import_module(f"{__name__}.{module}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

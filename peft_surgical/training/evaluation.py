@@ -12,15 +12,12 @@ import numpy as np
 from datasets import Dataset
 from transformers import DataCollatorWithPadding, TrainingArguments
 
-from peft_surgical.training.folder import METRICS_FILE
-from peft_surgical.training.held_out import divide
+from peft_surgical.training.card import METRICS_FILE
+from peft_surgical.training.data import Task, find_split, read_splits, split_rows
 from peft_surgical.training.job import TrainingJob
-from peft_surgical.training.loading import load_tokenizer, load_trained
-from peft_surgical.training.metrics import compute_metrics, require_metrics
-from peft_surgical.training.prepare import max_length
-from peft_surgical.training.splits import find_split, read_splits
-from peft_surgical.training.tasks import Task, encode, make_task
-from peft_surgical.training.trainer import make_trainer, shared_arguments
+from peft_surgical.training.prepare import load_tokenizer, load_trained, max_length
+from peft_surgical.training.tasks import encode, make_task
+from peft_surgical.training.trainer import compute_metrics, make_trainer, require_metrics, shared_arguments
 
 
 @dataclass(frozen=True)
@@ -124,7 +121,9 @@ def _choose_rows(
             f"The model was trained on the columns {trained['text_columns']} and the data has {[*task.text_columns]}."
         )
     if split is None and data is None:
-        parts = divide(task, eval_split=job.eval_split, select_on=job.select_on, held_out=job.held_out, seed=job.seed)
+        parts = split_rows(
+            task, eval_split=job.eval_split, select_on=job.select_on, held_out=job.held_out, seed=job.seed
+        )
         return parts.evaluation, parts.evaluation_name, task
     split = split or find_split(task.splits, "validation") or find_split(task.splits, "test")
     if split is None and len(task.splits) > 1:

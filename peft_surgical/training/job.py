@@ -1,78 +1,66 @@
-"""What one run of training is asked to do, as a record that is checked, saved and read again."""
+"""What one run of training is asked to do: a record that is checked, saved and read again.
+
+Each option is declared once, here; the command line is built from it. So nothing heavy is imported.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, get_args, get_type_hints
 
 from peft_surgical.training.methods import METHODS
-from peft_surgical.training.metrics import METRICS
-from peft_surgical.training.spafit import make_config
 
 
 JOB_FILE = "job.json"
 
+METRICS: dict[str, tuple[str, ...]] = {
+    "classification": ("accuracy", "f1", "matthews"),
+    "regression": ("pearson", "spearman"),
+}
+"""The metrics of each kind of task, the default one first."""
+
+
+@dataclass(frozen=True)
+class Option:
+    """What a field of `TrainingJob` means, and which values it may have.
+
+    Args:
+        help: What the command line says about it.
+        panel: The part of the command line's help that it stands in.
+        names: Its names on the command line, if not that of the field.
+        choices: The values allowed.
+        positive: Whether it must be above 0.
+        fraction: Whether it must be from 0 to below 1.
+    """
+
+    help: str
+    panel: str | None = None
+    names: tuple[str, ...] = ()
+    choices: Iterable[str] = ()
+    positive: bool = False
+    fraction: bool = False
+
+
+_MODEL, _DATA, _METHOD, _RANKING, _CHOICE, _TRAINING = (
+    partial(Option, panel=panel)
+    for panel in ("Model", "Data", "Method", "Ranking", "Choosing and measuring", "Training")
+)
+_METHODS = "; ".join(f"{name}: {method.about}" for name, method in METHODS.items())
+_RATES = ", ".join(f"{name} {method.learning_rate:g}" for name, method in METHODS.items())
+_METRICS = "; ".join(", ".join(names) for names in METRICS.values())
+
 
 @dataclass(frozen=True)
 class TrainingJob:
-    """What one run of training is asked to do.
-
-    Args:
-        model: The base model, a folder or a name on the hub.
-        data: The labelled text, see `read_splits`.
-        output: The folder to write.
-        method: One of `METHODS`.
-        subset: Which of the subsets of a data set on the hub.
-        encoding: How csv files are encoded.
-        text_columns: The one or two columns with text; found if not given.
-        label_column: The column with labels; found if not given.
-        task: `"classification"` or `"regression"`; told from the labels if not given.
-        eval_split: The split that the final numbers are measured on. Without: the validation split, else the test
-            split, else a part of the training rows cut off first.
-        select_on: What the best checkpoint is chosen on: `"held-out"`, a part of the training rows; `"none"`, the last
-            checkpoint is taken and all training rows are trained on; or the name of a split.
-        held_out: The fraction of the training rows to cut off, for `select_on="held-out"` and for a missing split.
-        metric: The metric that the best checkpoint is chosen by; the first of the kind of task if not given.
-        top_k: How many layers to tune.
-        layers: The layers to tune, in place of a ranking; see `resolve_layers`.
-        stack: The stack of layers, for models with several.
-        ranking: A file with a ranking made before, in place of a new one.
-        samples: The number of training rows that the layers are ranked on.
-        score: The score that the layers are ranked by.
-        fisher_labels: Labels that the Fisher information is taken at: `"given"`, `"sampled"` or `"exact"`.
-        aggregation: How a layer's Fisher information becomes one number.
-        head_seeds: Average the ranking over so many freshly drawn heads; 0 takes the head that training starts with.
-        preset: For `"spafit"`, one of the paper's models, such as `"SPAFIT-4-9-II"`.
-        n1: For `"spafit"`, the last layer of group 1, or the fraction of the depth where it ends; 0.2 if not given.
-        n2: Likewise for group 2; 0.4 if not given.
-        group_2: What is trained in group 2: `"bitfit"`, or `"norm"` for models without bias terms.
-        target_modules: For `"spafit"`, the modules with LoRA, on models whose attention is not known by name.
-        lora_r: Rank of LoRA; 8 for `"lora"`, 64 for `"spafit"` if not given.
-        lora_alpha: Scale of LoRA, over its rank; 16 or 128 if not given.
-        lora_dropout: Dropout in LoRA; 0.1 or 0 if not given.
-        epochs: Passes over the training rows.
-        max_steps: The most optimizer steps; -1 for as many as the epochs need.
-        batch_size: Rows per step and device.
-        gradient_accumulation: Batches per optimizer step.
-        learning_rate: The largest learning rate; the method's own if not given.
-        weight_decay: Weight decay of AdamW.
-        warmup: The fraction of all steps over which the learning rate rises; it falls linearly after.
-        max_grad_norm: Gradients are scaled down to this norm.
-        max_length: The most tokens of a row.
-        max_train_samples: The most training rows to use, a random draw.
-        seed: Seed of the new head, of all draws and of dropout.
-        dtype: Type that the base's weights are loaded in.
-        bf16: Compute in bfloat16 where that is safe.
-        fp16: Compute in float16 where that is safe.
-        gradient_checkpointing: Save memory by computing activations twice.
-        keep_checkpoints: Keep the checkpoints after the run.
-        report_to: A service that Trainer reports to, such as `"tensorboard"`; none if not given.
+    """What one run of training is asked to do. Each field is an option of `peft-surgical train`.
 
     Raises:
-        ValueError: An option has a value that it cannot have, or two options contradict each other.
+        ValueError: An option has a value that is not allowed, or two options contradict each other.
 
     Example:
 
@@ -81,69 +69,125 @@ class TrainingJob:
         5e-05
     """
 
-    model: str
-    data: str
-    output: str
-    method: str = "surgical"
-    subset: str | None = None
-    encoding: str = "utf-8"
-    text_columns: tuple[str, ...] = ()
-    label_column: str | None = None
-    task: Literal["classification", "regression"] | None = None
-    eval_split: str | None = None
-    select_on: str = "held-out"
-    held_out: float = 0.1
-    metric: str | None = None
-    top_k: int | None = None
-    layers: str | tuple[int | str, ...] | None = None
-    stack: str | None = None
-    ranking: str | None = None
-    samples: int = 100
-    score: str = "fisher"
-    fisher_labels: str = "given"
-    aggregation: str = "frobenius"
-    head_seeds: int = 0
-    preset: str | None = None
-    n1: int | float | None = None
-    n2: int | float | None = None
-    group_2: str = "bitfit"
-    target_modules: tuple[str, ...] = ()
-    lora_r: int | None = None
-    lora_alpha: int | None = None
-    lora_dropout: float | None = None
-    epochs: float = 10
-    max_steps: int = -1
-    batch_size: int = 16
-    gradient_accumulation: int = 1
-    learning_rate: float | None = None
-    weight_decay: float = 0.01
-    warmup: float = 0.06
-    max_grad_norm: float = 1.0
-    max_length: int = 256
-    max_train_samples: int | None = None
-    seed: int = 0
-    dtype: str = "float32"
-    bf16: bool = False
-    fp16: bool = False
-    gradient_checkpointing: bool = False
-    keep_checkpoints: bool = False
-    report_to: str | None = None
+    model: Annotated[str, _MODEL("Base model: a folder, or a name on the hub.")]
+    data: Annotated[
+        str,
+        _DATA(
+            "Labelled text: a .parquet, .csv, .tsv or .jsonl file, a folder with one such file per split, or the name "
+            "of a data set on the hub."
+        ),
+    ]
+    output: Annotated[str, Option("The folder to write.")]
+    method: Annotated[str, _METHOD(f"What to train. {_METHODS}.", choices=METHODS)] = "surgical"
+    top_k: Annotated[
+        int | None,
+        _METHOD("How many layers to tune. Default: 5 of 12 for surgical, in proportion; a quarter for last."),
+    ] = None
+    layers: Annotated[
+        str | tuple[int | str, ...] | None,
+        _METHOD("The layers to tune in place of ranked ones: 3,5,-1 or last:2 or 4-9."),
+    ] = None
+    preset: Annotated[str | None, _METHOD("A SPAFIT model of the paper, such as SPAFIT-4-9-II.")] = None
+    n1: Annotated[
+        int | float | None,
+        _METHOD("SPAFIT: the last frozen layer, or the fraction of the depth up to it. Default: 0.2."),
+    ] = None
+    n2: Annotated[
+        int | float | None,
+        _METHOD("SPAFIT: the last layer whose bias terms are trained, or a fraction. Default: 0.4."),
+    ] = None
+    group_2: Annotated[
+        str, _METHOD("SPAFIT: what is trained in the middle: bitfit, or norm for models without bias terms.")
+    ] = "bitfit"
+    target_modules: Annotated[
+        tuple[str, ...],
+        _METHOD(
+            "SPAFIT: a module that gets LoRA, on models whose attention is not known by name; may be repeated.",
+            names=("--target-module",),
+        ),
+    ] = ()
+    lora_r: Annotated[int | None, _METHOD("Rank of LoRA. Default: lora 8, spafit 64.", positive=True)] = None
+    lora_alpha: Annotated[int | None, _METHOD("Scale of LoRA. Default: lora 16, spafit 128.")] = None
+    lora_dropout: Annotated[float | None, _METHOD("Dropout in LoRA. Default: lora 0.1, spafit 0.")] = None
+    ranking: Annotated[str | None, _RANKING("A saved ranking to use in place of a new one.")] = None
+    samples: Annotated[int, _RANKING("Training rows to rank the layers on.", positive=True)] = 100
+    score: Annotated[str, _RANKING("What the layers are ranked by: fisher, or another registered score.")] = "fisher"
+    fisher_labels: Annotated[
+        str,
+        _RANKING("Labels the Fisher information is taken at: given, sampled (drawn from the model), or exact (all)."),
+    ] = "given"
+    aggregation: Annotated[
+        str,
+        _RANKING("How a layer's Fisher information becomes one number: frobenius, frobenius_per_tensor, trace, mean."),
+    ] = "frobenius"
+    head_seeds: Annotated[
+        int,
+        _RANKING(
+            "Average the ranking over this many freshly drawn heads, and tell how much the order depends on the head; "
+            "0: the head that training starts with."
+        ),
+    ] = 0
+    stack: Annotated[str | None, _RANKING("Which stack of layers, for models with several (encoder, decoder).")] = None
+    subset: Annotated[str | None, _DATA("Which of the subsets of a data set on the hub.")] = None
+    encoding: Annotated[str, _DATA("How csv files are encoded.")] = "utf-8"
+    text_columns: Annotated[
+        tuple[str, ...],
+        _DATA("Column with the text; twice for two texts. Found if not given.", names=("--text-column",)),
+    ] = ()
+    label_column: Annotated[str | None, _DATA("Column with the label. Found if not given.")] = None
+    task: Annotated[
+        str | None, _DATA("classification or regression. Inferred from the labels if not given.", choices=METRICS)
+    ] = None
+    max_length: Annotated[int, _DATA("Texts are cut to this many tokens.", positive=True)] = 256
+    max_train_samples: Annotated[int | None, _DATA("Train on this many rows, a random draw.")] = None
+    eval_split: Annotated[
+        str | None,
+        _CHOICE(
+            "The split that the final numbers are measured on. Default: validation, else test, else a part cut off "
+            "the training rows."
+        ),
+    ] = None
+    select_on: Annotated[
+        str,
+        _CHOICE(
+            "What the best checkpoint is chosen on: held-out (a part of the training rows), none (take the last "
+            "checkpoint), or the name of a split."
+        ),
+    ] = "held-out"
+    held_out: Annotated[float, _CHOICE("The part of the training rows to hold out.", fraction=True)] = 0.1
+    metric: Annotated[str | None, _CHOICE(f"The metric to choose by: {_METRICS}; or loss. Default: the first.")] = None
+    epochs: Annotated[float, _TRAINING("Passes over the training rows.", positive=True)] = 10
+    max_steps: Annotated[int, _TRAINING("The most optimizer steps; -1: as many as the epochs need.")] = -1
+    batch_size: Annotated[int, _TRAINING("Rows per batch and device.", positive=True)] = 16
+    gradient_accumulation: Annotated[int, _TRAINING("Batches per optimizer step.", positive=True)] = 1
+    learning_rate: Annotated[
+        float | None, _TRAINING(f"Default by method: {_RATES}.", names=("--learning-rate", "--lr"))
+    ] = None
+    weight_decay: Annotated[float, _TRAINING("Weight decay of AdamW.")] = 0.01
+    warmup: Annotated[float, _TRAINING("The part of the steps in which the learning rate rises.", fraction=True)] = (
+        0.06
+    )
+    max_grad_norm: Annotated[float, _TRAINING("Gradients are scaled down to this norm.")] = 1.0
+    bf16: Annotated[bool, _TRAINING("Compute in bfloat16 where safe.")] = False
+    fp16: Annotated[bool, _TRAINING("Compute in float16 where safe.")] = False
+    gradient_checkpointing: Annotated[bool, _TRAINING("Less memory, more time.")] = False
+    dtype: Annotated[
+        str,
+        _MODEL(
+            "Load the base in float32, bfloat16, float16, or auto.",
+            choices=("float32", "bfloat16", "float16", "auto"),
+        ),
+    ] = "float32"
+    seed: Annotated[int, Option("Seed of the new head and of all draws.")] = 0
+    keep_checkpoints: Annotated[bool, Option("Keep the checkpoints after the run.")] = False
+    report_to: Annotated[str | None, Option("A service that Trainer reports to, such as tensorboard.")] = None
 
     def __post_init__(self) -> None:
-        _check_one_of("method", self.method, METHODS)
-        if self.task is not None:
-            _check_one_of("task", self.task, METRICS)
+        for name, (_, option) in job_options().items():
+            _check(name, getattr(self, name), option)
         if self.metric is not None:
-            allowed = {name for kind, names in METRICS.items() if self.task in (None, kind) for name in names}
-            _check_one_of("metric", self.metric, sorted(allowed) + ["loss"])
-        _check_one_of("dtype", self.dtype, ("float32", "bfloat16", "float16", "auto"))
-        for name in ("held_out", "warmup"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"{_option(name)} {getattr(self, name)} is no fraction; allowed are 0 to below 1.")
-        for name in ("epochs", "batch_size", "gradient_accumulation", "max_length", "samples", "lora_r"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ValueError(f"{_option(name)} {value} must be above 0.")
+            of_task = [names for kind, names in METRICS.items() if self.task in (None, kind)]
+            _check("metric", self.metric, Option("", choices=[*sum(of_task, ()), "loss"]))
         self._refuse_contradictions()
 
     @property
@@ -152,9 +196,14 @@ class TrainingJob:
         return self.learning_rate if self.learning_rate is not None else METHODS[self.method].learning_rate
 
     @property
+    def method_options(self) -> dict[str, Any]:
+        """The fields that only some methods understand, and this one does."""
+        return {name: getattr(self, name) for name in METHODS[self.method].options}
+
+    @property
     def needs_ranking(self) -> bool:
         """Whether layers are chosen by a ranking."""
-        return METHODS[self.method].ranks(self)
+        return METHODS[self.method].ranks(self.method_options)
 
     def save(self, folder: str | Path) -> None:
         """Write the job into a folder, as `job.json`."""
@@ -169,6 +218,8 @@ class TrainingJob:
             ValueError: The folder holds no job.
         """
         file = Path(folder) / JOB_FILE
+        if not Path(folder).is_dir():
+            raise ValueError(f"There is no folder {folder}.")
         if not file.exists():
             raise ValueError(f"{folder} was not written by `peft-surgical train`: it holds no {JOB_FILE}.")
         fields: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
@@ -180,30 +231,46 @@ class TrainingJob:
         if self.layers is not None:
             for name in ("top_k", "ranking"):
                 if getattr(self, name) is not None:
-                    raise ValueError(f"--layers {self.layers} and {_option(name)} both choose the layers. Drop one.")
+                    raise ValueError(f"--layers {self.layers} and {flag(name)} both choose the layers. Drop one.")
         if self.method == "spafit":
             chosen = [name for name in ("preset", "n1", "n2", "ranking") if getattr(self, name) is not None]
             if len(chosen) > 1 and chosen != ["n1", "n2"]:
-                options = " and ".join(f"{_option(name)} {getattr(self, name)}" for name in chosen)
+                options = " and ".join(f"{flag(name)} {getattr(self, name)}" for name in chosen)
                 raise ValueError(f"{options} choose the groups of layers in different ways. Give one of them.")
-            if self.ranking is None:
-                make_config(self)
         if self.bf16 and self.fp16:
             raise ValueError("--bf16 and --fp16 both choose a type to compute in. Drop one.")
-        own = METHODS[self.method].options
         for field in dataclasses.fields(self):
             users = [name for name, method in METHODS.items() if field.name in method.options]
-            if users and field.name not in own and getattr(self, field.name) != field.default:
+            if users and self.method not in users and getattr(self, field.name) != field.default:
                 raise ValueError(
-                    f"{_option(field.name)} has no meaning with --method {self.method}; "
-                    f"it goes with {', '.join(users)}."
+                    f"{flag(field.name)} has no meaning with --method {self.method}; it goes with {', '.join(users)}."
                 )
 
 
-def _option(name: str) -> str:
+@cache
+def job_options() -> dict[str, tuple[Any, Option]]:
+    """The type of each field of `TrainingJob` and its option, by the field's name."""
+    hints = get_type_hints(TrainingJob, include_extras=True)
+    return {field.name: get_args(hints[field.name]) for field in dataclasses.fields(TrainingJob)}  # type: ignore[misc]
+
+
+def flag(name: str) -> str:
+    """A field's name as it is written on the command line.
+
+    Example:
+
+        >>> flag("top_k")
+        '--top-k'
+    """
     return "--" + name.replace("_", "-")
 
 
-def _check_one_of(name: str, value: str, allowed: Any) -> None:
-    if value not in allowed:
-        raise ValueError(f"{_option(name)} {value}: allowed are {', '.join(allowed)}.")
+def _check(name: str, value: Any, option: Option) -> None:
+    if value is None:
+        return
+    if option.choices and value not in option.choices:
+        raise ValueError(f"{flag(name)} {value}: allowed are {', '.join(option.choices)}.")
+    if option.fraction and not 0 <= value < 1:
+        raise ValueError(f"{flag(name)} {value}: allowed are fractions from 0 to below 1.")
+    if option.positive and not value > 0:
+        raise ValueError(f"{flag(name)} {value} must be above 0.")

@@ -1,22 +1,25 @@
-"""Everything that ranking, training and evaluation start from: the task, its parts, the tokenizer and the model."""
+"""What ranking, training and evaluation start from: the rows, the tokenizer and the model, and what was trained."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from accelerate.utils import broadcast_object_list
+import torch
+from accelerate import PartialState
+from accelerate.utils import parse_flag_from_env
 from datasets import Dataset
+from peft import PeftModel, TaskType
 from torch import nn
-from transformers import DataCollatorWithPadding
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, DataCollatorWithPadding, set_seed
 
+from peft_surgical.methods.heads import head_names
 from peft_surgical.ranking.rank import LayerRanking, rank_layers
-from peft_surgical.training.held_out import Parts, divide
+from peft_surgical.training.data import Parts, Task, read_splits, split_rows
 from peft_surgical.training.job import TrainingJob
-from peft_surgical.training.loading import load_classifier, load_tokenizer
-from peft_surgical.training.processes import this_process
-from peft_surgical.training.splits import read_splits
-from peft_surgical.training.tasks import Task, encode, make_task
+from peft_surgical.training.tasks import encode, make_task
 
 
 @dataclass
@@ -64,14 +67,14 @@ def prepare(job: TrainingJob) -> Prepared:
 
 
 def read_task(job: TrainingJob) -> tuple[Task, Parts]:
-    """Read the labelled rows of a job, and divide them by use."""
+    """Read the labelled rows of a job, and split them by use."""
     task = make_task(
         read_splits(job.data, subset=job.subset, encoding=job.encoding),
         text_columns=job.text_columns,
         label_column=job.label_column,
         kind=job.task,
     )
-    parts = divide(
+    parts = split_rows(
         task,
         eval_split=job.eval_split,
         select_on=job.select_on,
@@ -97,10 +100,9 @@ def rank(prepared: Prepared, job: TrainingJob, *, progress: bool = True) -> Laye
         progress: Whether to show progress.
 
     Returns:
-        The ranking. All processes of a run with several get that of the first.
+        The ranking, the same on all processes.
     """
-    state = this_process()
-    ranking = rank_layers(
+    return rank_layers(
         prepared.model,
         prepared.train,
         num_samples=job.samples,
@@ -112,6 +114,117 @@ def rank(prepared: Prepared, job: TrainingJob, *, progress: bool = True) -> Laye
         head_seeds=job.head_seeds,
         seed=job.seed,
         stack=job.stack,
-        progress=progress and state.is_main_process,
+        progress=progress,
     )
-    return broadcast_object_list([ranking])[0]
+
+
+def this_process() -> PartialState:
+    """This process among those of a run: whether it is the first, how many there are, and the device to run on.
+
+    The device is the CPU where there is no accelerator, or under `accelerate launch --cpu`.
+    """
+    on_cpu = parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.accelerator.is_available()
+    return PartialState(cpu=on_cpu)
+
+
+def load_tokenizer(model: str) -> Any:
+    """The tokenizer of a model; one without a padding token pads with its end-of-text token.
+
+    Raises:
+        ValueError: There is no such tokenizer.
+    """
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--model {model}: no tokenizer could be loaded from there: {error}") from error
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
+    return tokenizer
+
+
+def load_classifier(
+    model: str, labels: Sequence[str], tokenizer: Any, *, seed: int = 0, dtype: str = "float32"
+) -> tuple[nn.Module, list[str]]:
+    """Load a base model with a head for a task.
+
+    Args:
+        model: A folder or a name on the hub.
+        labels: Names of the classes; none for regression.
+        tokenizer: The tokenizer, which tells the padding token.
+        seed: Seed of a new head.
+        dtype: Type of the weights, or `"auto"` for the type that they are stored in.
+
+    Returns:
+        The model, and the modules that belong to the task: the head, and whatever else the checkpoint has no weights
+        for. They have to be trained and saved with the task.
+
+    Raises:
+        ValueError: There is no such model.
+    """
+    names = {str(name): i for i, name in enumerate(labels)}
+    options = {"id2label": {i: n for n, i in names.items()}, "label2id": names} if labels else {"num_labels": 1}
+    set_seed(seed)
+    try:
+        loaded, info = AutoModelForSequenceClassification.from_pretrained(
+            model,
+            dtype=dtype if dtype == "auto" else getattr(torch, dtype),
+            problem_type="single_label_classification" if labels else "regression",
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+            **options,
+        )
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--model {model}: no model could be loaded from there: {error}") from error
+    if loaded.config.pad_token_id is None:
+        loaded.config.pad_token_id = tokenizer.pad_token_id
+    new = {*info["missing_keys"], *(key if isinstance(key, str) else key[0] for key in info["mismatched_keys"])}
+    head = head_names(loaded, TaskType.SEQ_CLS)
+    return loaded, head + [name for name in new_modules(loaded, new) if name not in head]
+
+
+def load_trained(
+    folder: str, base: str, labels: Sequence[str], tokenizer: Any, *, dtype: str = "float32"
+) -> nn.Module:
+    """Load what `peft-surgical train` saved: an adapter onto its base model, or a whole model.
+
+    Args:
+        folder: The folder that was written.
+        base: The base model, a folder or a name on the hub.
+        labels: Names of the classes; none for regression.
+        tokenizer: The tokenizer.
+        dtype: Type of the base's weights.
+
+    Returns:
+        The model, ready to predict.
+    """
+    if not (Path(folder) / "adapter_config.json").exists():
+        return load_classifier(folder, labels, tokenizer, dtype=dtype)[0].eval()
+    model, _ = load_classifier(base, labels, tokenizer, dtype=dtype)
+    return PeftModel.from_pretrained(model, folder).eval()
+
+
+def new_modules(model: nn.Module, keys: Iterable[str]) -> list[str]:
+    """The outermost modules all of whose parameters are new.
+
+    Args:
+        model: A model.
+        keys: The names of its parameters that the checkpoint had no values for.
+
+    Returns:
+        Paths of modules, in the order of the model.
+
+    Example:
+
+        >>> model = nn.ModuleDict({"body": nn.Linear(1, 1), "head": nn.Sequential(nn.Linear(1, 1))})
+        >>> new_modules(model, ["head.0.weight", "head.0.bias", "body.bias"])
+        ['head']
+    """
+    new = set(keys)
+    found: list[str] = []
+    for path, module in model.named_modules():
+        if any(path.startswith(f"{outer}.") for outer in found) or not path:
+            continue
+        parameters = [f"{path}.{name}" for name, _ in module.named_parameters()]
+        if parameters and new.issuperset(parameters):
+            found.append(path)
+    return found

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -13,27 +12,24 @@ from datasets import Dataset
 from torch import nn
 from transformers import TrainerCallback
 
-from peft_surgical import __version__
 from peft_surgical.layers import choose_stack, find_stacks
 from peft_surgical.ranking.rank import LayerRanking
-from peft_surgical.training.folder import (
+from peft_surgical.training.card import (
     CHECKPOINTS,
     METRICS_FILE,
     RANKING_FILE,
     check_folder,
+    make_results,
     newest_checkpoint,
     open_folder,
     write_json,
+    write_model_card,
 )
-from peft_surgical.training.job import TrainingJob
+from peft_surgical.training.job import METRICS, TrainingJob
 from peft_surgical.training.methods import METHODS
-from peft_surgical.training.metrics import METRICS, require_metrics
-from peft_surgical.training.model_card import write_model_card
-from peft_surgical.training.prepare import max_length, prepare, rank
-from peft_surgical.training.processes import this_process
-from peft_surgical.training.spafit import check_strata
+from peft_surgical.training.prepare import max_length, prepare, rank, this_process
 from peft_surgical.training.tasks import encode
-from peft_surgical.training.trainer import make_trainer, training_arguments
+from peft_surgical.training.trainer import make_trainer, require_metrics, training_arguments
 
 
 class TrainingRun:
@@ -61,6 +57,8 @@ class TrainingRun:
         self.folder = Path(job.output)
         self.callbacks = callbacks
         self.resume = resume
+        method = METHODS[job.method]
+        method.check(job.method_options, None)
         require_metrics()
         check_folder(job, resume=resume, overwrite=overwrite)
         self.prepared = prepare(job)
@@ -71,7 +69,7 @@ class TrainingRun:
                 f"--metric {self.metric}: for {self.prepared.task.kind} allowed are {', '.join(allowed)}."
             )
         _check_top_k(job, self.prepared.model)
-        check_strata(job, self.prepared.model)
+        method.check(job.method_options, self.prepared.model)
         self.total_parameters = sum(p.numel() for p in self.prepared.model.parameters())
         self.ranking: LayerRanking | None = None
         self.seconds: dict[str, float] = {}
@@ -107,7 +105,7 @@ class TrainingRun:
         started = time.perf_counter()
         prepared = self.prepared
         adapt = METHODS[self.job.method].adapt
-        self.model = adapt(prepared.model, self.job, self.ranking, prepared.head)
+        self.model = adapt(prepared.model, self.job.method_options, self.ranking, prepared.head)
         self.tuned_layers = tuned_layers(self.model)
         # before the weights are sharded
         self.trained_parameters = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
@@ -133,10 +131,20 @@ class TrainingRun:
         """
         started = time.perf_counter()
         evaluation = self._encode(self.prepared.parts.evaluation)
-        measured = _measured(self.trainer.evaluate(evaluation, metric_key_prefix="final"), "final_")
+        measured = self.trainer.evaluate(evaluation, metric_key_prefix="final")
         self.seconds["evaluate"] = time.perf_counter() - started
         self.trainer.save_model(str(self.folder))
-        results = self._results(measured)
+        results = make_results(
+            self.job,
+            self.prepared.task,
+            self.prepared.parts,
+            self.trainer.state,
+            self.metric,
+            measured,
+            layers=self.tuned_layers,
+            parameters={"total": self.total_parameters, "trained": self.trained_parameters},
+            seconds={name: round(value, 2) for name, value in self.seconds.items()},
+        )
         if self.trainer.is_world_process_zero():
             if self.job.method == "full":
                 self.prepared.tokenizer.save_pretrained(self.folder)
@@ -151,37 +159,6 @@ class TrainingRun:
     def _encode(self, rows: Dataset | None) -> Dataset | None:
         length = max_length(self.job, self.prepared.tokenizer, self.prepared.model)
         return None if rows is None else encode(rows, self.prepared.tokenizer, length)
-
-    def _results(self, measured: dict[str, float]) -> dict[str, Any]:
-        parts, task, state = self.prepared.parts, self.prepared.task, self.trainer.state
-        selection = None
-        if parts.selection is not None:
-            selection = {
-                "rows": parts.selection_name,
-                "samples": len(parts.selection),
-                "metric": self.metric,
-                "best": state.best_metric,
-                "best_step": _best_step(state),
-            }
-        return {
-            "method": self.job.method,
-            "layers": self.tuned_layers,
-            "task": {
-                "kind": task.kind,
-                "text_columns": task.text_columns,
-                "label_column": task.label_column,
-                "labels": task.labels,
-            },
-            "metric": self.metric,
-            "evaluation": {"rows": parts.evaluation_name, "samples": len(parts.evaluation), **measured},
-            "selection": selection,
-            "training": {"rows": parts.train_name, "samples": len(parts.train), "steps": state.global_step},
-            "parameters": {"total": self.total_parameters, "trained": self.trained_parameters},
-            "files": {file.name: file.stat().st_size for file in sorted(self.folder.glob("*.safetensors"))},
-            "seconds": {name: round(value, 2) for name, value in self.seconds.items()},
-            "history": _history(state.log_history),
-            "versions": versions(),
-        }
 
 
 def train(job: TrainingJob, *, resume: bool = False, overwrite: bool = False) -> dict[str, Any]:
@@ -220,31 +197,3 @@ def tuned_layers(model: nn.Module) -> dict[str, list[int]]:
         for stack in find_stacks(model).values()
     }
     return {name: layers for name, layers in stacks.items() if layers}
-
-
-def versions() -> dict[str, str]:
-    """The versions of what took part."""
-    others = ("torch", "transformers", "peft", "accelerate", "datasets")
-    return {"peft_surgical": __version__, **{name: version(name) for name in others}}
-
-
-def _measured(metrics: dict[str, float], prefix: str) -> dict[str, float]:
-    skip = ("runtime", "samples_per_second", "steps_per_second", "model_preparation_time")
-    names = {key.removeprefix(prefix): value for key, value in metrics.items() if key.startswith(prefix)}
-    return {name: value for name, value in names.items() if name not in skip}
-
-
-def _best_step(state: Any) -> int | None:
-    return int(state.best_model_checkpoint.rpartition("-")[2]) if state.best_model_checkpoint else None
-
-
-def _history(log: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One row per epoch: the training loss, and the metrics on the selection rows."""
-    epochs: dict[int, dict[str, Any]] = {}
-    for entry in log:
-        if "loss" in entry or "eval_loss" in entry:
-            row = epochs.setdefault(entry["step"], {"epoch": entry["epoch"], "step": entry["step"]})
-            if "loss" in entry:
-                row["train_loss"] = entry["loss"]
-            row.update(_measured(entry, "eval_"))
-    return [*epochs.values()]

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from datasets import ClassLabel, Dataset, Features, Value
 
-from peft_surgical.training.splits import find_split
+from peft_surgical.training.data import Task, find_split
 
 
 logger = logging.getLogger(__name__)
-
-Kind = Literal["classification", "regression"]
 
 TEXT_PAIRS = (
     ("sentence1", "sentence2"),
@@ -30,46 +27,12 @@ LABELS = ("label", "labels", "target", "class")
 MOST_CLASSES_FROM_NUMBERS = 50
 
 
-@dataclass(frozen=True)
-class Task:
-    """A labelled text task, read and put into one form.
-
-    Args:
-        kind: `"classification"` or `"regression"`.
-        text_columns: The one or two columns of the data that hold the text.
-        label_column: The column of the data that holds the label.
-        labels: Names of the classes in the order of their ids; empty for regression.
-        unused_columns: Text columns of the data that the task does not read.
-        splits: Data sets with the columns `text`, for two texts also `text_pair`, and `labels`. Rows without a label
-            are left out, and so are splits without any.
-    """
-
-    kind: Kind
-    text_columns: tuple[str, ...]
-    label_column: str
-    labels: tuple[str, ...]
-    unused_columns: tuple[str, ...]
-    splits: Mapping[str, Dataset]
-
-    def split(self, name: str) -> Dataset:
-        """The rows of a split.
-
-        Raises:
-            ValueError: There is no such split, or none of its rows has a label. The message lists the splits.
-        """
-        if name not in self.splits:
-            raise ValueError(
-                f"There are no labelled rows called {name!r}; the splits with labels are: {[*self.splits]}."
-            )
-        return self.splits[name]
-
-
 def make_task(
     splits: Mapping[str, Dataset],
     *,
     text_columns: Sequence[str] = (),
     label_column: str | None = None,
-    kind: Kind | None = None,
+    kind: str | None = None,
     labels: Sequence[str] = (),
 ) -> Task:
     """Find out what the columns of labelled text mean, and bring all splits into one form.
@@ -182,7 +145,7 @@ def _labelled_rows(name: str, data: Dataset, label: str) -> Dataset | None:
     return data.select(keep) if keep else None
 
 
-def _guess_kind(data: Dataset, label: str) -> Kind:
+def _guess_kind(data: Dataset, label: str) -> str:
     feature = data.features[label]
     if isinstance(feature, ClassLabel) or _is_text(feature) or feature.dtype == "bool":
         return "classification"
@@ -230,14 +193,14 @@ def _class_ids(split: str, data: Dataset, label: str, names: Sequence[str]) -> l
     ids = {name: i for i, name in enumerate(names)}
     unknown = sorted(set(own) - set(ids))
     if unknown:
-        raise ValueError(f"{split!r} holds the label {unknown[0]!r}, which is none of the classes {[*names]}.")
+        raise ValueError(f"{split!r} holds the label {unknown[0]!r}, which is not one of the classes {[*names]}.")
     return [ids[name] for name in own]
 
 
 def _amounts(split: str, data: Dataset, label: str) -> list[float]:
     if isinstance(data.features[label], ClassLabel):
-        raise ValueError(f"Column {label!r} holds the classes {data.features[label].names}, which are no amounts.")
+        raise ValueError(f"Column {label!r} holds the classes {data.features[label].names}, not amounts.")
     try:
         return [float(value) for value in data[label][:]]
     except ValueError as error:
-        raise ValueError(f"{split!r} holds a label that is no number: {error}") from error
+        raise ValueError(f"{split!r} holds a label that is not a number: {error}") from error

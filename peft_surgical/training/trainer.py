@@ -1,20 +1,22 @@
-"""The Trainer of transformers, set up for a job."""
+"""The Trainer of transformers, set up for a job, and the metrics it computes (scikit-learn's and scipy's)."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
-from transformers import PrinterCallback, Trainer, TrainingArguments
+from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback, TrainingArguments
 
 from peft_surgical.distributed import shard_by_layer
-from peft_surgical.training.folder import CHECKPOINTS
+from peft_surgical.training.card import CHECKPOINTS
 from peft_surgical.training.job import TrainingJob
-from peft_surgical.training.metrics import compute_metrics
-from peft_surgical.training.processes import runs_on_cpu, this_process
+from peft_surgical.training.prepare import this_process
 
 
 class JointTrainer(Trainer):
@@ -23,6 +25,38 @@ class JointTrainer(Trainer):
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)
         this_process().wait_for_everyone()  # the first process writes the last file next
+
+
+class EpochLines(TrainerCallback):
+    """A line after each epoch: its training loss, and how good the model is on the selection rows.
+
+    Args:
+        show: Shows a line.
+        metric: What to show of the selection rows.
+    """
+
+    def __init__(self, show: Callable[[str], object], metric: str):
+        self.show = show
+        self.metric = metric
+        self.line = ""
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if "loss" in (logs or {}):
+            self.line = f"  epoch {state.epoch:.3g}: training loss {float(logs['loss']):.4f}"
+            if args.eval_strategy == "no":
+                self.show(self.line)
+
+    def on_evaluate(self, args, state, control, metrics=None, **kwargs):
+        value = (metrics or {}).get(f"eval_{self.metric}")
+        if value is not None:
+            self.show(f"{self.line}, {self.metric} {value:.4f} on the selection rows")
+
+
+class StepBar(ProgressCallback):
+    """The progress bar of transformers, without its lines of raw numbers."""
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        pass
 
 
 def make_trainer(model: nn.Module, arguments: TrainingArguments, collator: Any, **options: Any) -> Trainer:
@@ -109,13 +143,72 @@ def shared_arguments(job: TrainingJob) -> dict[str, Any]:
         "fp16": job.fp16,
         "report_to": [job.report_to] if job.report_to else [],
         "label_names": ["labels"],
-        "use_cpu": runs_on_cpu(),
+        "use_cpu": this_process().device.type == "cpu",
         "disable_tqdm": True,
         "dataloader_pin_memory": torch.cuda.is_available(),
     }
+
+
+def compute_metrics(outputs: Any, targets: Any) -> dict[str, float]:
+    """Compare a model's outputs with the labels.
+
+    Args:
+        outputs: Logits (N, classes), or predicted amounts (N, 1) or (N,).
+        targets: Class ids (N,), or amounts (N,) of a floating type.
+
+    Returns:
+        For classes: `accuracy`; `f1` of the second class if there are two (as GLUE counts it for MRPC), else the plain
+        mean of the F1 of all classes; `matthews`, the Matthews correlation. For amounts: `pearson` and `spearman`
+        correlation, 0 where all predictions are equal and none is defined.
+
+    Raises:
+        ValueError: The outputs are not all finite.
+
+    Example:
+
+        >>> compute_metrics(np.array([[2.0, 1.0], [0.0, 1.0]]), np.array([0, 1]))
+        {'accuracy': 1.0, 'f1': 1.0, 'matthews': 1.0}
+    """
+    if not np.isfinite(outputs).all():
+        raise ValueError("The model's outputs are not finite numbers: training diverged. Lower --learning-rate.")
+    if np.issubdtype(targets.dtype, np.floating):
+        return _compare_amounts(outputs.reshape(len(targets)), targets)
+    return _compare_classes(outputs.argmax(-1), targets, classes=outputs.shape[-1])
+
+
+def require_metrics() -> None:
+    """Make sure that the metrics can be computed, before anything takes time.
+
+    Raises:
+        ImportError: scikit-learn is not installed.
+    """
+    if find_spec("sklearn") is None:
+        raise ImportError("The metrics are scikit-learn's, which is not installed: pip install scikit-learn")
 
 
 def _warmup_steps(job: TrainingJob, samples: int) -> int:
     per_step = job.batch_size * job.gradient_accumulation * this_process().num_processes
     steps = job.max_steps if job.max_steps > 0 else job.epochs * -(-samples // per_step)
     return round(job.warmup * steps)
+
+
+def _compare_classes(predicted: np.ndarray, targets: np.ndarray, classes: int) -> dict[str, float]:
+    from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
+
+    average = "binary" if classes == 2 else "macro"
+    return {
+        "accuracy": float(accuracy_score(targets, predicted)),
+        "f1": float(f1_score(targets, predicted, average=average, zero_division=0.0)),
+        "matthews": float(matthews_corrcoef(targets, predicted)),
+    }
+
+
+def _compare_amounts(predicted: np.ndarray, targets: np.ndarray) -> dict[str, float]:
+    from scipy.stats import pearsonr, spearmanr
+
+    if np.ptp(predicted) == 0 or np.ptp(targets) == 0:
+        return {"pearson": 0.0, "spearman": 0.0}
+    return {
+        "pearson": float(pearsonr(predicted, targets).statistic),
+        "spearman": float(spearmanr(predicted, targets).statistic),
+    }

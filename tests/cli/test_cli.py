@@ -1,19 +1,28 @@
 from __future__ import annotations
 
+import dataclasses
 import json
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import typer
 from datasets import Dataset
+from distributed.launch import free_port
 from tiny_task import make_rows, save_base, save_data
 from typer.testing import CliRunner
 
 from peft_surgical import LayerRanking
 from peft_surgical.cli import app
-from peft_surgical.cli.options import parse_layers
-from peft_surgical.training import TrainingJob, TrainingRun
+from peft_surgical.cli.common import as_command, read_layers
+from peft_surgical.files.encodings import ENCODINGS
+from peft_surgical.ranking.aggregation import AGGREGATIONS
+from peft_surgical.ranking.scores import SCORES
+from peft_surgical.training import TrainingJob, TrainingRun, prepare
 
 
 @pytest.fixture(scope="module")
@@ -68,6 +77,127 @@ def test_the_module_runs_as_a_program():
         [sys.executable, "-m", "peft_surgical.cli", "rank", "--help"], capture_output=True, text=True, check=True
     )
     assert "Rank a model's layers" in done.stdout
+
+
+LIGHT = """
+import sys
+from peft_surgical_command import main
+sys.argv = ["peft-surgical", *sys.argv[1:]]
+try:
+    main()
+finally:
+    heavy = {"torch", "transformers", "peft", "datasets", "accelerate", "numpy", "safetensors"} & set(sys.modules)
+    print("loaded", *sorted(heavy))
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "typed", "shown"),
+    [
+        (["--help"], None, "Fine-tune only the layers that matter"),
+        (["train", "--help"], None, "--gradient-checkpointing"),
+        (["rank", "--help"], None, "Rank a model's layers"),
+        ([], "peft-surgical ", "evaluate"),
+        ([], "peft-surgical train --gra", "--gradient-accumulation"),
+    ],
+)
+def test_help_and_completions_load_nothing_heavy(arguments, typed, shown):
+    environment = {**os.environ, "COLUMNS": "120"}
+    if typed is not None:
+        environment |= {"_PEFT_SURGICAL_COMPLETE": "complete_bash", "COMP_WORDS": typed}
+        environment |= {"COMP_CWORD": str(len(typed.split(" ")) - 1)}
+    command = [sys.executable, "-c", LIGHT, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
+    assert shown in done.stdout
+    assert done.stdout.splitlines()[-1] == "loaded"
+
+
+def test_the_console_script_loads_the_library_when_a_command_runs(base, data, tmp_path):
+    """PEFT knows the methods then, and the package is whole."""
+    command = [
+        sys.executable,
+        "-c",
+        LIGHT,
+        "train",
+        "--model",
+        base,
+        "--data",
+        data,
+        "--output",
+        str(tmp_path / "out"),
+    ]
+    command += ["--method", "last", "--max-steps", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "peft" in done.stdout.splitlines()[-1]
+    assert (tmp_path / "out" / "adapter_config.json").exists()
+
+
+def test_every_field_of_a_job_is_an_option_with_a_help_text():
+    train = typer.main.get_command(app).commands["train"]
+    options = {parameter.name: parameter for parameter in train.params}
+    for field in dataclasses.fields(TrainingJob):
+        assert options[field.name].help
+        assert options[field.name].required == (field.default is dataclasses.MISSING)
+
+
+def test_help_texts_list_the_values_that_there_are(run):
+    def listed(words: str, before: str, after: str) -> set[str]:
+        part = words.split(before, 1)[1].split(after, 1)[0]
+        return set(re.sub(r"\(.*?\)|\bor\b", "", part).replace(",", " ").split())
+
+    words = flat(run("rank", "--help").replace("│", " "))
+    assert listed(words, "becomes one number: ", ".") == set(AGGREGATIONS)
+    assert listed(words, "What the layers are ranked by: ", ", or another") <= set(SCORES)
+    words = flat(run("convert", "--help").replace("│", " "))
+    assert listed(words, "How tensors are written: ", ".") == {"values", *ENCODINGS}
+
+
+@pytest.mark.parametrize(("method", "code"), [("head", 0), ("magic", 2)])
+def test_the_process_group_of_a_command_ends_with_it(base, data, tmp_path, method, code):
+    """One that is left open lets threads run while Python ends, which now and then crash the process."""
+    script = """
+import sys
+import torch.distributed as dist
+from typer.testing import CliRunner
+from peft_surgical.cli import app
+
+start, started = dist.init_process_group, []
+dist.init_process_group = lambda *a, **k: (start(*a, **k), started.append(dist.is_initialized()))
+result = CliRunner().invoke(app, sys.argv[1:])
+print(result.exit_code, started, dist.is_initialized())
+"""
+    settings = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    settings |= {"MASTER_PORT": str(free_port()), "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", script, "train", "--model", base, "--data", data, "--method", method]
+    command += ["--max-steps", "1", "--output", str(tmp_path / "out")]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **settings}, check=True)
+    assert done.stdout.splitlines()[-1] == f"{code} [True] False"
+
+
+@pytest.mark.parametrize(
+    ("backend", "fails", "expected"),
+    [
+        ("nccl", False, ["wait", "end"]),
+        ("gloo", False, ["wait", "end"]),
+        ("gloo", True, ["end"]),
+        ("cuda:nccl,cpu:gloo", True, []),
+    ],
+)
+def test_a_process_that_fails_alone_waits_for_no_other(monkeypatch, backend, fails, expected):
+    done: list[str] = []
+    process = SimpleNamespace(backend=backend, is_main_process=True)
+    process.wait_for_everyone = lambda: done.append("wait")
+    process.destroy_process_group = lambda: done.append("end")
+    monkeypatch.setattr(prepare, "this_process", lambda: process)
+
+    def work(console):
+        if fails:
+            raise ValueError("a mistake")
+
+    one_command = typer.Typer()
+    one_command.command()(as_command(work))
+    assert CliRunner().invoke(one_command).exit_code == (2 if fails else 0)
+    assert done == expected
 
 
 def test_rank_shows_saves_and_plots(run, base, data, tmp_path):
@@ -194,7 +324,7 @@ def test_resume_without_anything_to_resume_starts(run, base, data, out):
 
 @pytest.mark.parametrize(
     ("text", "layers"),
-    [("3,5,-1", (3, 5, -1)), ("2", (2,)), ("last:25%", "last:25%"), ("0-2, 5", ("0-2", 5)), (None, None)],
+    [("3,5,-1", (3, 5, -1)), ("2", (2,)), ("last:25%", "last:25%"), ("0-2, 5", ("0-2", 5))],
 )
 def test_layers_are_read_as_written(text, layers):
-    assert parse_layers(text) == layers
+    assert read_layers(text) == layers

@@ -9,8 +9,8 @@ from datasets import Dataset
 from tiny_task import BAD, GOOD, WORDS, save_base
 from typer.testing import CliRunner
 
-from peft_surgical.cli import app, demo, demo_data, demo_run
-from peft_surgical.cli.demo_swap import Swapped
+from peft_surgical.cli import app, demo, demo_data
+from peft_surgical.cli.demo_data import Swapped
 
 
 def installed(package: str) -> bool:
@@ -40,8 +40,9 @@ def tiny_demo(tmp_path, monkeypatch):
     encoder = save_base(tmp_path / "encoder", hidden_size=128, intermediate_size=384)
     monkeypatch.setattr(demo_data, "encoder_folder", lambda: encoder)
     monkeypatch.setattr(demo_data, "read_tweets", tweets)
-    monkeypatch.setattr(demo, "QUICK", demo_run.Scale(train=240, validation=60, epochs=4, samples=12, head_seeds=2))
-    monkeypatch.setattr(demo_run, "LEARNING_RATES", {"head": 1e-4, "surgical": 3e-3, "last": 3e-3, "spafit": 3e-3})
+    scale = {"train": 240, "validation": 60, "epochs": 4, "samples": 12, "head_seeds": 2}
+    monkeypatch.setattr(demo, "QUICK", scale)
+    monkeypatch.setattr(demo, "LEARNING_RATES", {"head": 1e-4, "surgical": 3e-3, "last": 3e-3, "spafit": 3e-3})
     monkeypatch.setenv("COLUMNS", "110")
 
     def run(*options, code=0):
@@ -80,9 +81,10 @@ def test_the_demo_goes_the_whole_way_and_its_checks_hold(tiny_demo, tmp_path, mo
     ],
 )
 def test_a_check_that_fails_makes_the_exit_code_1(tiny_demo, monkeypatch, swapped, failed):
-    for step in ("_rank_and_tune", "_tune_second_task", "_tune_by_spafit", "_show_costs", "_answer", "load_resident"):
-        monkeypatch.setattr(demo, step, lambda *a, **k: None)
-    monkeypatch.setattr(demo, "swap", lambda *a, **k: swapped)
+    for step in ("tune_sentiment", "tune_opinion", "show_costs", "answer"):
+        monkeypatch.setattr(demo.Demo, step, lambda *a, **k: None)
+    monkeypatch.setattr(demo_data.Resident, "__init__", lambda *a: None)
+    monkeypatch.setattr(demo_data.Resident, "swap", lambda *a: swapped)
     words = tiny_demo(code=1)
     assert f"✗ FAILED: {failed}" in words
     assert "What next" not in words
@@ -90,29 +92,28 @@ def test_a_check_that_fails_makes_the_exit_code_1(tiny_demo, monkeypatch, swappe
 
 def test_swaps_that_go_wrong_are_counted(tiny_demo, tmp_path, monkeypatch):
     """A resident model whose adapter was touched does not pass for the one that was saved."""
-    load = demo.load_resident
+    swap = demo_data.Resident.swap
 
-    def touched(*arguments):
-        resident = load(*arguments)
+    def touched(resident, *arguments):
         with resident.bank.task("opinion") as model:
             parameter = next(p for n, p in model.named_parameters() if "surgical_params" in n)
         parameter.data += 0.5
-        return resident
+        return swap(resident, *arguments)
 
-    monkeypatch.setattr(demo, "load_resident", touched)
+    monkeypatch.setattr(demo_data.Resident, "swap", touched)
     words = tiny_demo(code=1)
     assert words.count("✗ FAILED") == 1
     assert "of 100 swaps give the logits" in words.split("✗ FAILED")[1].splitlines()[0]
 
 
 def test_a_head_that_is_as_good_fails_the_check(tiny_demo, monkeypatch):
-    monkeypatch.setattr(demo_run, "LEARNING_RATES", {"head": 1e-4, "surgical": 1e-9, "last": 1e-9, "spafit": 1e-9})
+    monkeypatch.setattr(demo, "LEARNING_RATES", {"head": 1e-4, "surgical": 1e-9, "last": 1e-9, "spafit": 1e-9})
     assert "✗ FAILED: sentiment: two tuned layers beat the head alone" in tiny_demo(code=1)
 
 
 def test_the_folder_of_an_earlier_demo_is_written_again(tiny_demo, tmp_path, monkeypatch):
-    for step in ("_rank_and_tune", "_tune_second_task", "_tune_by_spafit", "_show_costs", "_swap", "_answer"):
-        monkeypatch.setattr(demo, step, lambda *a, **k: None)
+    for step in ("tune_sentiment", "tune_opinion", "show_costs", "swap", "answer"):
+        monkeypatch.setattr(demo.Demo, step, lambda *a, **k: None)
     tiny_demo()
     (tmp_path / "out" / "sentiment").mkdir()
     tiny_demo()
@@ -122,7 +123,7 @@ def test_the_folder_of_an_earlier_demo_is_written_again(tiny_demo, tmp_path, mon
 def test_a_folder_with_other_files_is_refused(tiny_demo, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "thesis.tex").write_text("years of work")
-    assert "no demo wrote" in " ".join(tiny_demo(code=2).split())
+    assert "not written by the demo" in " ".join(tiny_demo(code=2).split())
     assert (tmp_path / "out" / "thesis.tex").exists()
 
 
@@ -135,11 +136,11 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(tmp_path, 
 
 def test_the_two_tasks_share_no_tweet_and_their_classes_are_equally_frequent(tmp_path, monkeypatch):
     monkeypatch.setattr(demo_data, "read_tweets", tweets)
-    folders = demo_data.write_tasks(tmp_path, train=60, validation=24)
+    demo_data.write_tasks(tmp_path, train=60, validation=24)
     seen: list[str] = []
     for task, labels in (("sentiment", 3), ("opinion", 2)):
         for split, count in (("train", 60), ("validation", 24)):
-            rows = Dataset.from_parquet(str(folders[task] / f"{split}.parquet"))
+            rows = Dataset.from_parquet(str(tmp_path / task / f"{split}.parquet"))
             assert len(rows) == count
             assert {rows["label"][:].count(i) for i in range(labels)} == {count // labels}
             seen += rows["text"][:]
@@ -148,12 +149,10 @@ def test_the_two_tasks_share_no_tweet_and_their_classes_are_equally_frequent(tmp
 
 def test_the_draw_of_tweets_is_repeatable_and_follows_the_seed(tmp_path, monkeypatch):
     monkeypatch.setattr(demo_data, "read_tweets", tweets)
-    texts = [
-        Dataset.from_parquet(
-            str(demo_data.write_tasks(tmp_path / name, train=12, validation=6, seed=seed)["opinion"] / "train.parquet")
-        )["text"][:]
-        for name, seed in (("a", 0), ("b", 0), ("c", 1))
-    ]
+    texts = []
+    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
+        demo_data.write_tasks(tmp_path / name, train=12, validation=6, seed=seed)
+        texts.append(Dataset.from_parquet(str(tmp_path / name / "opinion" / "train.parquet"))["text"][:])
     assert texts[0] == texts[1] != texts[2]
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -19,8 +20,8 @@ from transformers import AutoModelForSequenceClassification, TrainerCallback
 import peft_surgical.training.prepare as prepare_module
 from peft_surgical import LayerRanking
 from peft_surgical.training import METHODS, TrainingJob, TrainingRun, evaluate, train
-from peft_surgical.training.folder import newest_checkpoint
-from peft_surgical.training.loading import load_classifier, load_tokenizer, load_trained
+from peft_surgical.training.card import newest_checkpoint
+from peft_surgical.training.prepare import load_classifier, load_tokenizer, load_trained
 
 
 @pytest.fixture(scope="module")
@@ -89,6 +90,7 @@ def test_every_method_has_a_line_in_the_table_that_says_what_it_does():
     for method in METHODS.values():
         assert method.about
         assert method.learning_rate > 0
+        assert method.options <= {field.name for field in dataclasses.fields(TrainingJob)}
 
 
 def test_the_tokenizer_is_saved_with_a_whole_model_only(job, tmp_path):
@@ -292,7 +294,7 @@ def test_a_folder_in_use_is_refused_and_left_alone(job, tmp_path):
 def test_a_folder_with_other_files_is_never_emptied(job, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "thesis.tex").write_text("years of work")
-    with pytest.raises(ValueError, match="no training wrote"):
+    with pytest.raises(ValueError, match="not written by `peft-surgical train`"):
         train(job(), overwrite=True)
     assert (tmp_path / "out" / "thesis.tex").exists()
 
@@ -310,7 +312,7 @@ def test_a_mistake_in_the_data_leaves_no_folder_behind(job, tmp_path):
         ({"metric": "bleu"}, "--metric bleu: allowed are"),
         ({"task": "tagging"}, "--task tagging: allowed are"),
         ({"dtype": "int8"}, "--dtype int8: allowed are"),
-        ({"warmup": 1.5}, "--warmup 1.5 is no fraction"),
+        ({"warmup": 1.5}, "--warmup 1.5: allowed are fractions from 0 to below 1"),
         ({"epochs": 0}, "--epochs 0 must be above 0"),
         ({"method": "surgical", "layers": "last:2", "top_k": 2}, "--layers last:2 and --top-k both choose"),
         ({"method": "surgical", "layers": "last:2", "ranking": "r"}, "--layers last:2 and --ranking both choose"),
@@ -330,8 +332,11 @@ def test_a_job_is_read_as_it_was_saved(tmp_path):
     )
     job.save(tmp_path)
     assert TrainingJob.load(tmp_path) == job
+    (tmp_path / "elsewhere").mkdir()
     with pytest.raises(ValueError, match=r"no job\.json"):
         TrainingJob.load(tmp_path / "elsewhere")
+    with pytest.raises(ValueError, match="There is no folder .*nowhere"):
+        TrainingJob.load(tmp_path / "nowhere")
 
 
 def test_a_ranking_made_before_is_used(job, tmp_path, monkeypatch):
@@ -364,8 +369,10 @@ def test_evaluation_refuses_what_does_not_fit(job, tmp_path, data):
     run = TrainingRun(job())
     with pytest.raises(ValueError, match="no finished run"):
         evaluate(run.folder)
+    with pytest.raises(ValueError, match="There is no folder"):
+        evaluate(tmp_path / "nowhere")
     with pytest.raises(ValueError, match="not written by"):
-        evaluate(tmp_path / "elsewhere")
+        evaluate(tmp_path)
     run.fit()
     run.finish()
     save_data(tmp_path / "pairs", pair=True)

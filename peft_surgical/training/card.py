@@ -1,0 +1,287 @@
+"""What a run of training writes into its folder beside the model: its job, its results, and a card to read.
+
+A folder in use is refused, an interrupted run can be resumed, and a finished one has `metrics.json`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import shutil
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import ModelCardData
+from transformers import TrainerState
+
+from peft_surgical import __version__
+from peft_surgical.ranking.ranking import LayerRanking
+from peft_surgical.training.data import Parts, Task
+from peft_surgical.training.job import JOB_FILE, TrainingJob
+from peft_surgical.training.methods import METHODS
+
+
+logger = logging.getLogger(__name__)
+
+RANKING_FILE = "ranking.json"
+METRICS_FILE = "metrics.json"
+CHECKPOINTS = "checkpoints"
+
+
+def check_folder(job: TrainingJob, *, resume: bool = False, overwrite: bool = False) -> None:
+    """Make sure that a job may write its folder.
+
+    Args:
+        job: The job.
+        resume: Accept the folder of the same job, if it is not finished.
+        overwrite: Accept the folder of any job.
+
+    Raises:
+        ValueError: The folder is in use otherwise; the message says what to do.
+    """
+    folder = Path(job.output)
+    if resume and overwrite:
+        raise ValueError("--resume goes on with what is in the folder and --overwrite empties it. Drop one.")
+    if not folder.exists() or not any(folder.iterdir()):
+        return
+    if not (folder / JOB_FILE).exists():
+        raise ValueError(
+            f"--output {folder} holds files that were not written by `peft-surgical train`. Choose another folder."
+        )
+    if resume and (folder / METRICS_FILE).exists():
+        raise ValueError(f"--output {folder} holds a finished run. Use --overwrite to start over.")
+    if resume:
+        _refuse_other_job(TrainingJob.load(folder), job)
+    elif not overwrite:
+        raise ValueError(f"--output {folder} is not empty. Use --resume to go on, --overwrite to start over.")
+
+
+def open_folder(job: TrainingJob, *, overwrite: bool = False) -> None:
+    """Make a job's folder, emptied if it is to be overwritten, and write the job into it."""
+    folder = Path(job.output)
+    if overwrite:
+        shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    job.save(folder)
+
+
+def newest_checkpoint(folder: Path) -> Path | None:
+    """The newest checkpoint of a folder that was written to its end, or None."""
+    found = sorted(folder.glob("checkpoint-*"), key=lambda path: int(path.name.rpartition("-")[2]), reverse=True)
+    for checkpoint in found:
+        try:  # the Trainer writes this file last
+            json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
+            return checkpoint
+        except (OSError, ValueError):
+            logger.warning("%s is incomplete and is skipped.", checkpoint)
+    return None
+
+
+def write_json(file: Path, content: dict[str, Any]) -> None:
+    """Write a JSON file, whole or not at all."""
+    partial = file.with_suffix(".partial")
+    partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    partial.replace(file)
+
+
+def make_results(
+    job: TrainingJob,
+    task: Task,
+    parts: Parts,
+    state: TrainerState,
+    metric: str,
+    evaluation: dict[str, float],
+    **measured: Any,
+) -> dict[str, Any]:
+    """The content of `metrics.json`.
+
+    Args:
+        job: What was asked.
+        task: The task.
+        parts: Its rows by use.
+        state: Where the Trainer ended.
+        metric: What the best checkpoint was chosen by.
+        evaluation: What the Trainer measured on the evaluation rows.
+        measured: More of the content, as it is: `layers`, `parameters` and `seconds`.
+    """
+    selection = None
+    if parts.selection is not None:
+        best = state.best_model_checkpoint
+        selection = {
+            "rows": parts.selection_name,
+            "samples": len(parts.selection),
+            "metric": metric,
+            "best": state.best_metric,
+            "best_step": int(best.rpartition("-")[2]) if best else None,
+        }
+    return {
+        "method": job.method,
+        "task": {
+            "kind": task.kind,
+            "text_columns": task.text_columns,
+            "label_column": task.label_column,
+            "labels": task.labels,
+        },
+        "metric": metric,
+        "evaluation": {
+            "rows": parts.evaluation_name,
+            "samples": len(parts.evaluation),
+            **_without_prefix(evaluation, "final_"),
+        },
+        "selection": selection,
+        "training": {"rows": parts.train_name, "samples": len(parts.train), "steps": state.global_step},
+        **measured,
+        "files": {file.name: file.stat().st_size for file in sorted(Path(job.output).glob("*.safetensors"))},
+        "history": _history(state.log_history),
+        "versions": _versions(),
+    }
+
+
+def write_model_card(
+    folder: str | Path, job: TrainingJob, parts: Parts, results: dict[str, Any], ranking: LayerRanking | None
+) -> None:
+    """Write `README.md` into the folder of a trained model.
+
+    Args:
+        folder: The folder.
+        job: What was asked.
+        parts: The rows by use.
+        results: The content of `metrics.json`.
+        ranking: The ranking that chose the layers, if one did.
+    """
+    task, evaluation, training = results["task"], results["evaluation"], results["training"]
+    metrics = {name: value for name, value in evaluation.items() if name not in ("rows", "samples")}
+    metadata = ModelCardData(
+        base_model=job.model,
+        library_name="transformers" if job.method == "full" else "peft",
+        pipeline_tag="text-classification",
+        tags=["peft-surgical", job.method],
+        metrics=[name for name in metrics if name != "loss"],
+    )
+    wanted = f"the classes {', '.join(task['labels'])}" if task["labels"] else "an amount"
+    columns = " and ".join(f"`{column}`" for column in task["text_columns"])
+    trained, total = results["parameters"]["trained"], results["parameters"]["total"]
+    percent = 100 * trained / total
+    layers = "; ".join(f"{stack} {', '.join(map(str, found))}" for stack, found in results["layers"].items())
+    notes = ""
+    if parts.optimistic:
+        notes += "\n\n**The checkpoint was chosen on the rows it is measured on, so these numbers are too good.**"
+    if parts.overlap:
+        notes += (
+            f"\n\n{parts.overlap:,} of the {evaluation['samples']:,} evaluation rows have a text that is also in the "
+            "training or selection rows."
+        )
+    if ranking is not None:
+        source = f"read from `{job.ranking}`" if job.ranking else "made on training rows before training"
+        notes += f"\n\n## Which layers matter\n\nThe ranking was {source}.\n\n```text\n{ranking}\n```"
+    config = {**dataclasses.asdict(job), "learning_rate": job.peak_learning_rate}
+    in_layers = f", in the layers: {layers}" if layers else ""
+    text = f"""---
+{metadata.to_yaml()}
+---
+
+# {Path(job.output).resolve().name}
+
+`{job.model}`, tuned by the method *{job.method}* ({METHODS[job.method].about}) to tell {wanted} from {columns} of \
+`{job.data}`.
+
+Trained: {trained:,} of {total:,} parameters ({percent:.{2 if percent < 99.5 else 3}g}%){in_layers}.
+
+## Results
+
+Measured on {evaluation["samples"]:,} rows: {evaluation["rows"]}.
+
+| {" | ".join(metrics)} |
+|{" ---: |" * len(metrics)}
+| {" | ".join(f"{value:.4f}" for value in metrics.values())} |
+
+Trained on {training["samples"]:,} {training["rows"]}. {describe_selection(results)}{notes}
+
+## Use
+
+```python
+{_usage(job, task)}
+```
+
+## Exact configuration
+
+```json
+{json.dumps(config, indent=2)}
+```
+
+Made with {", ".join(f"{name} {number}" for name, number in results["versions"].items())}.
+"""
+    (Path(folder) / "README.md").write_text(text, encoding="utf-8")
+
+
+def describe_selection(results: dict[str, Any]) -> str:
+    """How the checkpoint was chosen, in a sentence or two.
+
+    Args:
+        results: The content of `metrics.json`.
+    """
+    selection = results["selection"]
+    if selection is None:
+        return "The last checkpoint was taken; none was chosen by its quality."
+    best = "" if selection["best"] is None else f" ({selection['best']:.4f} at step {selection['best_step']})"
+    return (
+        f"The checkpoint with the best {selection['metric']}{best} was taken, measured on {selection['samples']:,} "
+        f"rows: {selection['rows']}."
+    )
+
+
+def _usage(job: TrainingJob, task: dict[str, Any]) -> str:
+    """Code that loads the model and asks it."""
+    labels, here = task["labels"], Path(job.output).resolve().name
+    texts = '"A text"' if len(task["text_columns"]) == 1 else '"A text", "another text"'
+    imports = "from transformers import AutoModelForSequenceClassification, AutoTokenizer"
+    load = "AutoModelForSequenceClassification.from_pretrained"
+    if job.method == "full":
+        model = f'model = {load}("{here}")'
+    else:
+        imports = f"import peft_surgical  # makes the method known to PEFT\nfrom peft import PeftModel\n{imports}"
+        model = f'base = {load}("{job.model}", num_labels={len(labels) or 1})\n'
+        model += f'model = PeftModel.from_pretrained(base, "{here}").eval()'
+    return f"""{imports}
+
+
+{model}
+tokenizer = AutoTokenizer.from_pretrained("{here if job.method == "full" else job.model}")
+logits = model(**tokenizer({texts}, return_tensors="pt")).logits
+print({f"{[*labels]}[logits.argmax()]" if labels else "float(logits)"})"""
+
+
+def _refuse_other_job(old: TrainingJob, new: TrainingJob) -> None:
+    for name in vars(new):
+        before, now = getattr(old, name), getattr(new, name)
+        if before != now and name not in ("output", "keep_checkpoints", "report_to"):
+            raise ValueError(
+                f"--resume: {name} was {before!r} when the run in {new.output} started and is {now!r} now. "
+                "A resumed run keeps its options; use --overwrite to start another."
+            )
+
+
+def _versions() -> dict[str, str]:
+    """The versions of what took part."""
+    others = ("torch", "transformers", "peft", "accelerate", "datasets")
+    return {"peft_surgical": __version__, **{name: version(name) for name in others}}
+
+
+def _without_prefix(metrics: dict[str, float], prefix: str) -> dict[str, float]:
+    skip = ("runtime", "samples_per_second", "steps_per_second", "model_preparation_time")
+    names = {key.removeprefix(prefix): value for key, value in metrics.items() if key.startswith(prefix)}
+    return {name: value for name, value in names.items() if name not in skip}
+
+
+def _history(log: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One row per epoch: the training loss, and the metrics on the selection rows."""
+    epochs: dict[int, dict[str, Any]] = {}
+    for entry in log:
+        if "loss" in entry or "eval_loss" in entry:
+            row = epochs.setdefault(entry["step"], {"epoch": entry["epoch"], "step": entry["step"]})
+            if "loss" in entry:
+                row["train_loss"] = entry["loss"]
+            row.update(_without_prefix(entry, "eval_"))
+    return [*epochs.values()]

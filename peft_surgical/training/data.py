@@ -1,0 +1,286 @@
+"""Read labelled rows by split name, and split them so that the final numbers are measured on rows that chose nothing.
+
+Layers are ranked on training rows, the best checkpoint is chosen on rows cut off the training rows, and the evaluation
+rows are looked at once, when all is decided.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from datasets import ClassLabel, Dataset, DatasetDict, load_dataset, load_from_disk
+
+
+FORMATS: dict[str, tuple[str, dict[str, Any]]] = {
+    ".parquet": ("parquet", {}),
+    ".csv": ("csv", {}),
+    ".tsv": ("csv", {"sep": "\t"}),
+    ".jsonl": ("json", {}),
+    ".json": ("json", {}),
+}
+VALIDATION_NAMES = ("validation", "valid", "val", "dev", "eval")
+_SHARD = re.compile(r"-\d{5}-of-\d{5}$")
+
+
+def read_splits(data: str, *, subset: str | None = None, encoding: str = "utf-8") -> dict[str, Dataset]:
+    """Read labelled data.
+
+    Args:
+        data: A .parquet, .csv, .tsv, .jsonl or .json file; a folder of such files, each named after its split
+            (`train.parquet`, `validation.csv`, shards such as `train-00000-of-00002.parquet`); a folder written by
+            `save_to_disk`; or the name of a data set on the hub.
+        subset: Which of the subsets of a data set on the hub.
+        encoding: How the text of csv files is encoded.
+
+    Returns:
+        The data sets by split name. A single file is called after its name if that is the name of a split, else
+        `train`.
+
+    Raises:
+        ValueError: There is no such data, or it cannot be read.
+    """
+    path = Path(data).expanduser()
+    if path.is_file():
+        name = path.stem if _is_split_name(path.stem) else "train"
+        return {name: _read_files([path], encoding)}
+    if path.is_dir():
+        return _read_folder(path, encoding)
+    if path.suffix in FORMATS or data.startswith((".", "/", "~")):
+        raise ValueError(f"--data {data}: there is no such file or folder.")
+    return _read_from_hub(data, subset)
+
+
+def find_split(splits: Mapping[str, Any] | Iterable[str], role: str) -> str | None:
+    """The name of the split that plays a role: `"train"`, `"validation"` (also `dev`, `val`, `valid`) or `"test"`.
+
+    Returns:
+        The split of exactly that name, else the first one whose name starts so (`validation_matched`), else None.
+
+    Example:
+
+        >>> find_split(["train", "validation_matched", "validation_mismatched"], "validation")
+        'validation_matched'
+    """
+    starts = VALIDATION_NAMES if role == "validation" else (role,)
+    names = [*splits]
+    for start in starts:
+        if start in names:
+            return start
+    return next((name for name in names if name.startswith(starts)), None)
+
+
+@dataclass(frozen=True)
+class Task:
+    """A labelled text task, read and put into one form.
+
+    Args:
+        kind: `"classification"` or `"regression"`.
+        text_columns: The one or two columns of the data that hold the text.
+        label_column: The column of the data that holds the label.
+        labels: Names of the classes in the order of their ids; empty for regression.
+        unused_columns: Text columns of the data that the task does not read.
+        splits: Data sets with the columns `text`, for two texts also `text_pair`, and `labels`. Rows without a label
+            are left out, and so are splits without any.
+    """
+
+    kind: str
+    text_columns: tuple[str, ...]
+    label_column: str
+    labels: tuple[str, ...]
+    unused_columns: tuple[str, ...]
+    splits: Mapping[str, Dataset]
+
+    def split(self, name: str) -> Dataset:
+        """The rows of a split.
+
+        Raises:
+            ValueError: There is no such split, or none of its rows has a label. The message lists the splits.
+        """
+        if name not in self.splits:
+            raise ValueError(
+                f"There are no labelled rows called {name!r}; the splits with labels are: {[*self.splits]}."
+            )
+        return self.splits[name]
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The rows of a task by what they are used for.
+
+    Args:
+        train: Rows that the layers are ranked on and the weights are fitted to.
+        selection: Rows that the best checkpoint is chosen on, if one is chosen.
+        evaluation: Rows that the final numbers are measured on.
+        train_name: What the training rows are, in words.
+        selection_name: What the selection rows are, in words.
+        evaluation_name: What the evaluation rows are, in words.
+        optimistic: Whether the selection rows are the evaluation rows, which makes the final numbers too good.
+        overlap: How many evaluation rows have a text that occurs in the training or selection rows too.
+    """
+
+    train: Dataset
+    selection: Dataset | None
+    evaluation: Dataset
+    train_name: str
+    selection_name: str | None
+    evaluation_name: str
+    optimistic: bool
+    overlap: int
+
+
+def split_rows(
+    task: Task,
+    *,
+    eval_split: str | None = None,
+    select_on: str = "held-out",
+    held_out: float = 0.1,
+    max_train_samples: int | None = None,
+    seed: int = 0,
+) -> Parts:
+    """Split the rows of a task into training, selection and evaluation rows.
+
+    Args:
+        task: The task.
+        eval_split: The split to evaluate on. Without: the validation split, else the test split, else a part cut off
+            the training split.
+        select_on: `"held-out"`, a part cut off the training split; `"none"`; or the name of a split.
+        held_out: The fraction of the training split to cut off.
+        max_train_samples: The most training rows, a random draw of those left.
+        seed: Seed of the draws.
+
+    Returns:
+        The parts.
+
+    Raises:
+        ValueError: A split is missing, or is to be used for two things that exclude each other.
+    """
+    train_name = find_split(task.splits, "train")
+    if train_name is None:
+        raise ValueError(f"There is no training split; the splits with labels are: {[*task.splits]}.")
+    for option, name in (("--eval-split", eval_split), ("--select-on", select_on)):
+        if name == train_name:
+            raise ValueError(f"{option} {name}: these rows are trained on, so to measure on them would say nothing.")
+    train = task.split(train_name)
+    eval_split = eval_split or find_split(task.splits, "validation") or find_split(task.splits, "test")
+    cut = f"{held_out:.0%} of the {train_name} split"
+    if eval_split:
+        evaluation, evaluation_name = task.split(eval_split), f"the {eval_split} split"
+    else:
+        train, evaluation = train_test_split(train, held_out, seed)
+        evaluation_name = f"{cut}, cut off first"
+    selection, selection_name = None, None
+    if select_on == "held-out":
+        train, selection = train_test_split(train, held_out, seed + 1)
+        selection_name = f"{held_out:.0%} of the training rows, held out"
+    elif select_on != "none":
+        selection, selection_name = task.split(select_on), f"the {select_on} split"
+    if max_train_samples is not None and max_train_samples < len(train):
+        train = train.shuffle(seed=seed).select(range(max_train_samples))
+    return Parts(
+        train,
+        selection,
+        evaluation,
+        f"rows of the {train_name} split",
+        selection_name,
+        evaluation_name,
+        optimistic=select_on == eval_split,
+        overlap=_overlap(evaluation, [train] + ([] if select_on in ("none", eval_split) else [selection])),
+    )
+
+
+def train_test_split(data: Dataset, part: float, seed: int) -> tuple[Dataset, Dataset]:
+    """Cut a random part off a split, with the same mix of classes where every class is frequent enough.
+
+    Args:
+        data: Rows with `labels`.
+        part: The fraction of the rows to cut off, 0 to 1.
+        seed: Seed of the draw.
+
+    Returns:
+        The rows that stay and the rows cut off.
+
+    Raises:
+        ValueError: One of the two would be empty.
+
+    Example:
+
+        >>> rest, cut = train_test_split(Dataset.from_dict({"labels": [0.5] * 10}), 0.2, seed=0)
+        >>> len(rest), len(cut)
+        (8, 2)
+    """
+    count = round(part * len(data))
+    if not 0 < count < len(data):
+        raise ValueError(
+            f"--held-out {part} of {len(data)} rows is {count} rows; at least one has to be held out, and one left. "
+            "Change --held-out, or choose the last checkpoint with --select-on none."
+        )
+    stratify = "labels" if _can_stratify(data, count) else None
+    parts = data.train_test_split(test_size=count, seed=seed, stratify_by_column=stratify)
+    return parts["train"], parts["test"]
+
+
+def _is_split_name(name: str) -> bool:
+    return any(find_split([name], role) for role in ("train", "validation", "test"))
+
+
+def _read_folder(folder: Path, encoding: str) -> dict[str, Dataset]:
+    if (folder / "dataset_dict.json").exists() or (folder / "state.json").exists():
+        loaded = load_from_disk(str(folder))
+        return {str(k): v for k, v in loaded.items()} if isinstance(loaded, DatasetDict) else {"train": loaded}
+    files: dict[str, list[Path]] = {}
+    for file in sorted(folder.iterdir()):
+        if file.suffix in FORMATS:
+            files.setdefault(_SHARD.sub("", file.stem), []).append(file)
+    if not files:
+        raise ValueError(f"--data {folder}: the folder holds no {', '.join(FORMATS)} file.")
+    mixed = next((name for name, group in files.items() if len({f.suffix for f in group}) > 1), None)
+    if mixed:
+        raise ValueError(f"--data {folder}: the split {mixed!r} is there twice: {[f.name for f in files[mixed]]}.")
+    return {name: _read_files(group, encoding) for name, group in files.items()}
+
+
+def _read_files(files: list[Path], encoding: str) -> Dataset:
+    suffix = files[0].suffix
+    if suffix not in FORMATS:
+        raise ValueError(f"--data {files[0]}: the file is none of {', '.join(FORMATS)}.")
+    builder, options = FORMATS[suffix]
+    if builder == "csv":
+        options = {**options, "encoding": encoding}
+    try:
+        return load_dataset(builder, data_files=[str(f) for f in files], split="train", **options)
+    except Exception as error:
+        cause = error.__cause__ or error
+        hint = " Name another with --encoding, such as latin-1." if isinstance(cause, UnicodeDecodeError) else ""
+        raise ValueError(f"--data {files[0]} cannot be read: {cause}{hint}") from error
+
+
+def _read_from_hub(name: str, subset: str | None) -> dict[str, Dataset]:
+    try:
+        loaded = load_dataset(name, subset)
+    except Exception as error:
+        raise ValueError(
+            f"--data {name} is neither a file nor a folder here, and the hub gave no such data set: {error}"
+        ) from error
+    return {str(split): data for split, data in loaded.items()}
+
+
+def _can_stratify(data: Dataset, count: int) -> bool:
+    if not isinstance(data.features["labels"], ClassLabel):
+        return False
+    present = data["labels"][:]
+    classes = set(present)
+    return min(present.count(c) for c in classes) >= 2 and min(count, len(data) - count) >= len(classes)
+
+
+def _overlap(evaluation: Dataset, others: list[Dataset | None]) -> int:
+    seen = {row for data in others if data is not None for row in _texts(data)}
+    return sum(row in seen for row in _texts(evaluation))
+
+
+def _texts(data: Dataset) -> list[tuple[str, ...]]:
+    columns = [data[c][:] for c in ("text", "text_pair") if c in data.column_names]
+    return [*zip(*columns, strict=True)]
