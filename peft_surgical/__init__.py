@@ -6,11 +6,12 @@ from peft_surgical.convert.diff import diff_checkpoints
 from peft_surgical.convert.distil import distil_scales
 from peft_surgical.convert.inspect import compare_adapters, inspect_adapter
 from peft_surgical.convert.merge import merge_checkpoint
+from peft_surgical.distributed import shard_by_layer
 from peft_surgical.layers import find_stacks, resolve_layers
 from peft_surgical.methods.hotswap import prepare_model_for_hotswap
 from peft_surgical.methods.stratified.model import StratifiedConfig, StratifiedModel
 from peft_surgical.methods.surgical import SurgicalConfig, SurgicalModel
-from peft_surgical.methods.trainer import BestAdapterCallback
+from peft_surgical.methods.trainer import BestAdapterCallback, parameter_groups
 from peft_surgical.ranking.callback import RankingCallback
 from peft_surgical.ranking.compare import compare_rankings
 from peft_surgical.ranking.rank import LayerRanking, rank_layers
@@ -38,8 +39,10 @@ __all__ = [
     "find_stacks",
     "inspect_adapter",
     "merge_checkpoint",
+    "parameter_groups",
     "prepare_model_for_hotswap",
     "rank_layers",
     "register_score",
     "resolve_layers",
+    "shard_by_layer",
 ]

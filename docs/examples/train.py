@@ -19,8 +19,7 @@ from transformers import (
     set_seed,
 )
 
-from peft_surgical import StratifiedConfig, SurgicalConfig, rank_layers
-from peft_surgical.distributed import shard_by_layer
+from peft_surgical import StratifiedConfig, SurgicalConfig, rank_layers, shard_by_layer
 from peft_surgical.training.prepare import this_process
 
 
