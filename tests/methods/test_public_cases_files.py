@@ -272,7 +272,7 @@ def test_L13_one_rule_for_dtypes(method, dtype, autocast, tmp_path):
     assert torch.equal(outputs(again.eval(), "llama"), outputs(model.eval(), "llama"))
 
 
-# L14, resuming, and L15, the best model under another name: tests/test_trainer.py
+# L14, resuming, and L15, the best model under another name: test_trainer.py
 def test_L14_resuming_is_tested_where_the_trainer_is():
     import test_trainer
 
@@ -285,7 +285,7 @@ def test_L15_the_best_model_is_tested_where_the_trainer_is():
     assert test_trainer.test_the_best_model_is_loaded_at_the_end
 
 
-# L16, losses of evaluation and pipelines: tests/test_trainer.py, tests/test_adapter_api.py
+# L16, losses of evaluation and pipelines: test_trainer.py, test_adapter_api.py
 def test_L16_losses_and_pipelines_are_tested_where_the_trainer_and_the_api_are():
     import test_adapter_api
     import test_trainer

@@ -99,7 +99,7 @@ def test_M4_switching_among_prepared_adapters_compiles_each_once(method):
                 found = compiled(input_ids=ids, use_cache=False).logits
                 torch.testing.assert_close(found, wanted[name], rtol=1e-5, atol=1e-5)
             counted = len(graphs) if turn == 0 else counted  # noqa: F821
-    # into the same tensors it is compiled once for all: tests/test_hotswap.py
+    # into the same tensors it is compiled once for all: test_hotswap.py
     assert len(graphs) == counted
     torch._dynamo.reset()
 
@@ -150,7 +150,7 @@ def test_M7_exports_are_read_without_this_package(tmp_path):
     assert names <= set(build("llama").state_dict())  # plain names but for the mark of the method
 
 
-# M8, rows of different tasks in one batch: tests/test_adapter_api.py
+# M8, rows of different tasks in one batch: test_adapter_api.py
 def test_M8_mixed_batches_are_tested_where_the_api_is():
     import test_adapter_api
 
@@ -158,7 +158,7 @@ def test_M8_mixed_batches_are_tested_where_the_api_is():
     assert test_adapter_api.test_wrong_names_in_a_batch_raise
 
 
-# M9, weighted combinations with heads: tests/test_weighted.py
+# M9, weighted combinations with heads: test_weighted.py
 def test_M9_combinations_are_tested_where_they_are():
     import test_weighted
 
@@ -183,7 +183,7 @@ def test_M10_the_bases_own_outputs_are_there_all_the_time(method, family):
 # ---- registering and configuring
 
 
-# R1, registration: tests/test_adapter_api.py
+# R1, registration: test_adapter_api.py
 def test_R1_registration_is_tested_where_the_api_is():
     import test_adapter_api
 
@@ -250,7 +250,7 @@ def test_R4_a_quantised_module_in_a_tuned_layer_is_refused_with_advice(method):
     get_peft_model(quantised(), other)
 
 
-# R5, what is trained is compared with what was declared: tests/test_checkpointing.py
+# R5, what is trained is compared with what was declared: test_checkpointing.py
 def test_R5_the_trained_set_is_tested_where_checkpointing_is():
     import test_checkpointing
 

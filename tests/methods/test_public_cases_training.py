@@ -87,7 +87,7 @@ def test_G4_going_on_from_a_loaded_adapter_trains_what_was_trained(method, tmp_p
         frozen.train()(**batch("bert"))
 
 
-# G5, gradients under both kinds of checkpointing: tests/test_checkpointing.py
+# G5, gradients under both kinds of checkpointing: test_checkpointing.py
 def test_G5_is_tested_where_checkpointing_is():
     import test_checkpointing
 
@@ -139,7 +139,7 @@ def test_G8_weight_decay_does_not_reach_what_is_frozen(family, method):
     assert not any(torch.equal(after[name], value) for name, value in moving.items())
 
 
-# D3, D6, D9 and D11 need several processes: tests/test_distributed_engines.py
+# D3, D6, D9 and D11 need several processes: tests/distributed/test_distributed_engines.py
 
 
 @methods
