@@ -6,14 +6,14 @@ import contextlib
 from collections.abc import Iterator
 
 import torch
+from peft_surgical.fisher.diagonal import layer_fisher
+from peft_surgical.fisher.log_likelihood import make_objective
 from torch import Tensor
 
 from benchmarks.fisher.other_ways import Case
 from peft_surgical import rank_layers
 from peft_surgical.fisher import kernel as fisher_kernel
 from peft_surgical.fisher.batches import Batch
-from peft_surgical.fisher.diagonal import layer_fisher
-from peft_surgical.fisher.log_likelihood import make_objective
 from peft_surgical.layers import choose_stack
 from peft_surgical.ranking.scores import aggregate
 

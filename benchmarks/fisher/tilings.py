@@ -14,11 +14,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from peft_surgical.fisher.pending_squares import ENTRIES_PER_LAUNCH
+from peft_surgical.fisher.triton_kernel import Tiling
 
 from benchmarks.common.device import device_name, parse_options, result_file
 from peft_surgical.fisher import triton_kernel
-from peft_surgical.fisher.pending_squares import ENTRIES_PER_LAUNCH
-from peft_surgical.fisher.triton_kernel import Tiling
 
 
 SHAPES = {

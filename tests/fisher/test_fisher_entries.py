@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from peft_surgical.fisher.entries import (
+from peft_surgical.fisher.contributions import (
     WHOLE_VECTOR,
     EntryKeeper,
     Generators,
@@ -13,8 +13,8 @@ from peft_surgical.fisher.entries import (
     choose_entries,
     estimate_products,
 )
-from peft_surgical.fisher.pending_squares import PendingSquares
-from peft_surgical.fisher.sample_gradients import DenseGradients, ProductGradients, RowGradients
+from peft_surgical.fisher.gradients import DenseGradients, ProductGradients, RowGradients
+from peft_surgical.fisher.squares import SquareQueue
 from peft_surgical.fisher.sums import DiagonalSum, new_sum
 
 
@@ -40,14 +40,14 @@ def exact(gradients):
 def estimate(gradients, seed, together=1, parts=1):
     """The entries are chosen from the first part of the samples; several parameters have the same gradients."""
     keeper, kept = EntryKeeper(Generators(seed)), [KeptEntries() for _ in range(together)]
-    pending, step = PendingSquares(), -(-gradients.samples // parts)
+    queue, step = SquareQueue(), -(-gradients.samples // parts)
     dense = gradients.dense(0, gradients.samples)
     for one in kept:
         total = new_sum(gradients)
         for first in range(0, gradients.samples, step):
             part = gradients if parts == 1 else DenseGradients(dense[first : first + step])
-            part.add_squares(total, pending)
-            keeper.keep(one, first, part, total, pending)
+            part.add_squares(total, queue)
+            keeper.keep(one, first, part, total, queue)
     keeper.flush()
     _, diagonal = exact(gradients)
     return list(estimate_products(kept, [diagonal] * together, [1.0] * together, gradients.samples))
@@ -75,9 +75,9 @@ def test_single_estimates_are_close():
 
 
 def test_a_parameter_that_is_one_number_is_kept_whole():
-    total, pending, values = DiagonalSum(EntryKeeper(Generators(0))), PendingSquares(), torch.randn(5)
-    total.add(DenseGradients(values), 0, pending)
-    pending.flush()
+    total, queue, values = DiagonalSum(EntryKeeper(Generators(0))), SquareQueue(), torch.randn(5)
+    total.add(DenseGradients(values), 0, queue)
+    queue.flush()
     assert torch.allclose(total.sum, values.square().sum())
     assert torch.equal(total.kept.squares[0], values.square()[:, None])
 
@@ -120,12 +120,12 @@ def test_small_parameters_are_kept_whole(gradients):
 
 @pytest.mark.parametrize("size", [50, 5000])
 def test_the_passes_and_the_parts_of_a_batch_add_up(size):
-    whole, sums, pending = torch.randn(6, size), DiagonalSum(EntryKeeper(Generators(0))), PendingSquares()
+    whole, sums, queue = torch.randn(6, size), DiagonalSum(EntryKeeper(Generators(0))), SquareQueue()
     sums.start(6)
     for _ in range(2):  # two rows of an objective
         for first, stop in ((0, 4), (4, 6)):
-            sums.add(DenseGradients(whole[first:stop]), first, pending)
-        pending.flush()
+            sums.add(DenseGradients(whole[first:stop]), first, queue)
+        queue.flush()
         sums.keeper.flush()
     entries = sums.kept.entries
     assert (entries is None) == (size <= WHOLE_VECTOR)

@@ -14,19 +14,19 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.t5.modeling_t5 import T5LayerNorm
 from transformers.pytorch_utils import Conv1D
 
-from peft_surgical.fisher import local as fisher_local
+from peft_surgical.fisher import calls as fisher_calls
 from peft_surgical.fisher.batches import Batch
-from peft_surgical.fisher.diagonal import layer_fisher
-from peft_surgical.fisher.log_likelihood import make_objective
-from peft_surgical.fisher.pending_squares import PendingSquares
-from peft_surgical.fisher.rules import RULES, find_rule, gain, register_rule, rms_norm, try_gain
-from peft_surgical.fisher.sample_gradients import (
+from peft_surgical.fisher.gradients import (
     DenseGradients,
     ProductGradients,
     RowGradients,
     SummedGradients,
     join,
 )
+from peft_surgical.fisher.measure import layer_fisher
+from peft_surgical.fisher.objective import make_objective
+from peft_surgical.fisher.rules import RULES, find_rule, gain, register_rule, rms_norm, try_gain
+from peft_surgical.fisher.squares import SquareQueue
 from peft_surgical.fisher.sums import new_sum
 from peft_surgical.layers import Layer
 
@@ -60,9 +60,9 @@ def check(module: nn.Module, x: torch.Tensor, tolerance: float = 1e-9) -> None:
         assert tuple(gradients.shape) == tuple(expected.shape[1:])
         close(gradients.dense(0, len(x)).view_as(expected), expected, tolerance)
         close(gradients.squared_norms(), expected.flatten(1).square().sum(1), tolerance)
-        out, pending = new_sum(gradients), PendingSquares()
-        gradients.add_squares(out, pending)
-        pending.flush()
+        out, queue = new_sum(gradients), SquareQueue()
+        gradients.add_squares(out, queue)
+        queue.flush()
         close(out.flatten(), expected.square().sum(0).flatten(), tolerance)
         index = torch.randint(expected[0].numel(), (5,))
         close(gradients.at(*places(index, out)), expected.flatten(1)[:, index], tolerance)
@@ -281,9 +281,9 @@ def test_uses_of_a_parameter_add_up_before_they_are_squared(n, t, o, i, kinds):
     joined = join(terms)
     close(joined.dense(0, n), total, 1e-9)
     close(joined.squared_norms(), total.flatten(1).square().sum(1), 1e-9)
-    out, pending = new_sum(joined), PendingSquares()
-    joined.add_squares(out, pending)
-    pending.flush()
+    out, queue = new_sum(joined), SquareQueue()
+    joined.add_squares(out, queue)
+    queue.flush()
     close(out, total.square().sum(0), 1e-9)
     index = torch.randint(o * i, (4,))
     close(joined.at(*places(index, out)), total.flatten(1)[:, index], 1e-9)
@@ -401,7 +401,7 @@ def test_what_cannot_be_vmapped_goes_one_sample_at_a_time_and_says_so(caplog):
         def forward(self, x):
             return torch.cat([Branching.forward(self, one[None]) for one in x])
 
-    fisher_local._not_vmappable.clear()
+    fisher_calls._not_vmappable.clear()
     with caplog.at_level(logging.INFO, logger="peft_surgical"):
         compare(Model(PerSample()), data(4, 3, 4))
     assert "PerSample has no rule" in caplog.text

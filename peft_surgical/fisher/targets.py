@@ -1,4 +1,4 @@
-"""Which modules to listen to, so that every wanted parameter gets the gradients of single samples.
+"""The parameters of layers, and the modules to listen to so that each of them gets the gradients of single samples.
 
 Usually that is each module that owns a parameter. It is not where the module is never called (its parent reads the
 weight), where its output does not tell samples apart (a relative position bias that all samples share), or where its
@@ -10,20 +10,109 @@ dimension that doubles is the one that runs over samples.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor, nn
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import AuxiliaryTrainingWrapper
+from torch import nn
 
-from peft_surgical.fisher.calls import UNKNOWN, Call, CallLayout, Calls, record_calls
-from peft_surgical.fisher.local import LocalCall, local_gradients
-from peft_surgical.fisher.owners import Owner
-from peft_surgical.fisher.rules import RULES, Rule, find_rule
+from peft_surgical.fisher.calls import (
+    UNKNOWN,
+    Call,
+    CallLayout,
+    Calls,
+    LocalCall,
+    local_gradients,
+    record_calls,
+    sample_axis,
+    samples_first,
+)
+from peft_surgical.fisher.rules import RULES, Rule, find_rule, is_packed_linear
+from peft_surgical.layers import Layer
 
 
 logger = logging.getLogger(__name__)
+
+
+class Owner(NamedTuple):
+    """A module, and some parameters that it owns itself.
+
+    Args:
+        path: The module's path in the model.
+        module: The module.
+        parameters: The parameters, by their name in the module.
+    """
+
+    path: str
+    module: nn.Module
+    parameters: dict[str, nn.Parameter]
+
+
+def layer_parameters(layers: Sequence[Layer]) -> list[dict[str, nn.Parameter]]:
+    """The base's parameters of each layer, by name. One that several layers share counts for the first of them."""
+    seen: set[int] = set()
+    found = []
+    for layer in layers:
+        own = {}
+        for name, p in _base_parameters(layer.module, "", []):
+            if id(p) not in seen:
+                seen.add(id(p))
+                own[name] = p
+        found.append(own)
+    return found
+
+
+def find_owners(model: nn.Module, parameters: Iterable[nn.Parameter]) -> list[Owner]:
+    """The modules that own some of these parameters, in the order of the model.
+
+    To be called before the model runs: offloaded modules have other parameter objects after each call.
+    """
+    wanted = {id(p) for p in parameters}
+    owners = []
+    for path, module in model.named_modules():
+        if not module._parameters and not module._buffers:
+            continue
+        own = {name: p for name, p in own_parameters(module) if id(p) in wanted}
+        if own:
+            owners.append(Owner(path, module, own))
+    return owners
+
+
+def own_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """The parameters that a module owns itself. The packed weight of a quantised linear map counts as one."""
+    for name, p in module._parameters.items():  # named_parameters takes ten times as long
+        if p is not None:
+            yield name, p
+    if is_packed_linear(module):
+        if module not in _packed:
+            shape = (module.out_features, module.in_features)
+            _packed[module] = nn.Parameter(torch.empty(shape, device="meta"), requires_grad=False)  # type: ignore
+        yield "weight", _packed[module]
+
+
+_packed: WeakKeyDictionary[nn.Module, nn.Parameter] = WeakKeyDictionary()
+"""What stands for the packed weight of a module: an empty parameter with the weight's shape."""
+
+
+def _base_parameters(
+    module: nn.Module, prefix: str, found: list[tuple[str, nn.Parameter]]
+) -> list[tuple[str, nn.Parameter]]:
+    """Append the parameters of a module, without those of adapters."""
+    found += [(prefix + name, p) for name, p in own_parameters(module)]
+    for name, child in module._modules.items():
+        if isinstance(child, BaseTunerLayer):
+            if "base_layer" not in child._modules:
+                continue  # it tunes the module that it is a child of
+            child = child.get_base_layer()
+        elif isinstance(child, AuxiliaryTrainingWrapper):
+            child = child.original_module
+        if child is not None:
+            _base_parameters(child, f"{prefix}{name}.", found)
+    return found
 
 
 class CannotTellSamplesApart(Exception):
@@ -31,7 +120,7 @@ class CannotTellSamplesApart(Exception):
 
 
 @dataclass
-class Unit:
+class HookTarget:
     """A module to listen to.
 
     Args:
@@ -40,7 +129,6 @@ class Unit:
         parameters: The parameters that it answers for, by their name in the module.
         rule: How; None if it has to be computed again for each sample.
         layouts: One for each call in a forward pass. Empty where every batch is a single sample.
-        plain: Whether the layouts are assumed; see `plain.py`.
     """
 
     name: str
@@ -48,7 +136,6 @@ class Unit:
     parameters: dict[str, nn.Parameter]
     rule: Rule | None
     layouts: list[CallLayout]
-    plain: bool = False
 
     @property
     def size(self) -> int:
@@ -56,13 +143,13 @@ class Unit:
         return sum(p.numel() for p in self.parameters.values())
 
 
-def find_units(
+def find_targets(
     model: nn.Module,
     layers: Sequence[nn.Module],
     owners: Sequence[Owner],
     run: Callable[[int], Any],
     samples: int,
-) -> list[Unit]:
+) -> list[HookTarget]:
     """Find the modules to listen to.
 
     Args:
@@ -73,7 +160,7 @@ def find_units(
         samples: 2, or 1 if every batch is a single sample.
 
     Returns:
-        The units. A parameter that several modules own has one in each.
+        The targets. A parameter that several modules own has one in each.
 
     Raises:
         CannotTellSamplesApart: See there.
@@ -81,7 +168,7 @@ def find_units(
     checked = {m for _, m, _ in owners if (rule := find_rule(m)) and not is_inherited(m, rule)}
     one = record_calls(model, lambda: run(1), checked)
     two = record_calls(model, lambda: run(2), checked, one) if samples == 2 else None
-    return _Search(model, layers, owners, one, two).units()
+    return _Search(model, layers, owners, one, two).targets()
 
 
 class _Search:
@@ -96,14 +183,16 @@ class _Search:
                 self.parents.setdefault(child, (parent, name))
         self.experts = {m for layer in layers for expert in _experts(layer) for m in expert.modules()}
 
-    def units(self) -> list[Unit]:
-        units: dict[nn.Module, Unit] = {}
+    def targets(self) -> list[HookTarget]:
+        targets: dict[nn.Module, HookTarget] = {}
         for _, module, parameters in self.owners:
-            self._place(module, dict(parameters), units)
-        _count_once(units)
-        return [unit for unit in units.values() if unit.parameters]
+            self._place(module, dict(parameters), targets)
+        _count_once(targets)
+        return [target for target in targets.values() if target.parameters]
 
-    def _place(self, module: nn.Module, parameters: dict[str, nn.Parameter], units: dict[nn.Module, Unit]) -> None:
+    def _place(
+        self, module: nn.Module, parameters: dict[str, nn.Parameter], targets: dict[nn.Module, HookTarget]
+    ) -> None:
         """Let the module answer for the parameters, or else the nearest one around it that can."""
         layouts, owner = self._layouts(module), module
         rule = self._rule(module) if layouts is not None else None
@@ -113,11 +202,11 @@ class _Search:
             module, child = self.parents[module]
             parameters = {f"{child}.{name}": p for name, p in parameters.items()}
             layouts, rule = self._layouts(module), None
-        unit = units.setdefault(module, Unit(self.names[module], module, {}, rule, layouts))
-        unit.parameters |= parameters
-        unit.rule = unit.rule and rule
-        if unit.rule is None:
-            logger.debug("%s is computed again for each sample, for %s.", unit.name, list(parameters))
+        target = targets.setdefault(module, HookTarget(self.names[module], module, {}, rule, layouts))
+        target.parameters |= parameters
+        target.rule = target.rule and rule
+        if target.rule is None:
+            logger.debug("%s is computed again for each sample, for %s.", target.name, list(parameters))
 
     def _layouts(self, module: nn.Module) -> list[CallLayout] | None:
         """How the module's calls tell samples apart; None if it is not called, or in a way that is not understood."""
@@ -127,12 +216,10 @@ class _Search:
         two = self.two.get(module, [])
         if not two or len(one) != len(two):
             return None
-        if module in self.experts and any(
-            x and x.values.is_floating_point() and len(x.shape) == 2 for x in two[0].inputs
-        ):
-            return None
         layouts = [call.layout for call in two if call.layout]
-        return layouts if len(layouts) == len(two) else None
+        if len(layouts) != len(two) or (module in self.experts and not all(map(_samples_in_front, two))):
+            return None
+        return layouts
 
     def _rule(self, module: nn.Module) -> Rule | None:
         calls = (self.one if self.two is None else self.two)[module]
@@ -145,40 +232,35 @@ class _Search:
         return rule if rule and _is_sound(module, rule, calls[0], layouts[0] if layouts else None) else None
 
 
-def samples_first(x: Tensor, axis: int | None, samples: int) -> Tensor:
-    """(N, M, ...): what belongs to each of N samples, where `axis` holds N * M entries."""
-    if samples == 1:
-        return x[None]
-    assert axis is not None
-    return x.unflatten(axis, (samples, -1)).movedim(axis, 0)
-
-
-def sample_axis(x: Any, axis: int | None, samples: int) -> int | None:
-    """The dimension of an argument that runs over samples, if it has one."""
-    if not isinstance(x, Tensor) or axis is None:
-        return None
-    if axis == UNKNOWN:
-        return 0 if samples > 1 and x.shape[:1] == (samples,) else None
-    return axis
+def _samples_in_front(call: Call) -> bool:
+    """Whether a call sees whole samples along the first dimension, rather than rows, which may have been chosen."""
+    assert call.layout is not None
+    pairs = zip(call.inputs, call.layout.inputs, strict=True)
+    axes = [(len(x.shape), axis) for x, axis in pairs if x and x.values.is_floating_point()]
+    return all(dims > 2 and axis in (0, None) for dims, axis in axes)
 
 
 def _experts(layer: nn.Module) -> Iterable[nn.Module]:
     for module in layer.modules():
         children = list(module.children())
-        if isinstance(module, nn.ModuleList) and len(children) > 1 and len({type(c) for c in children}) == 1:
+        if (
+            isinstance(module, (nn.ModuleList, nn.ModuleDict))
+            and len(children) > 1
+            and len({type(c) for c in children}) == 1
+        ):
             yield from children
 
 
-def _count_once(units: Mapping[nn.Module, Unit]) -> None:
-    """A module that is computed again sees all uses of a parameter inside it: units inside must not count them too."""
-    for outer in units.values():
+def _count_once(targets: Mapping[nn.Module, HookTarget]) -> None:
+    """A module that is computed again sees all uses of a parameter in it: targets inside must not count them too."""
+    for outer in targets.values():
         if outer.rule is not None:
             continue
         seen = {id(p) for p in outer.parameters.values()}
         for module in outer.module.modules():
-            if module is not outer.module and module in units:
-                inner = units[module].parameters
-                units[module].parameters = {k: p for k, p in inner.items() if id(p) not in seen}
+            if module is not outer.module and module in targets:
+                inner = targets[module].parameters
+                targets[module].parameters = {k: p for k, p in inner.items() if id(p) not in seen}
 
 
 def _is_sound(module: nn.Module, rule: Rule, call: Call, layout: CallLayout | None) -> bool:
