@@ -1,24 +1,16 @@
-"""The calls of modules: noted in trial runs, to tell which dimensions run over samples; and computed again by sample.
-
-A module without a rule is computed again for each sample by itself. It is small, its inputs are known, and so is the
-gradient at its outputs: `vmap` over the samples of a vector-Jacobian product is all that is needed. Where a module
-cannot be vmapped (its control flow depends on data, as in a mixture of experts), samples go one at a time.
-"""
+"""The calls of a model's modules in trial runs, and which dimensions of their tensors run over samples."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+import weakref
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, vjp, vmap
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten
 
-
-logger = logging.getLogger(__name__)
 
 UNKNOWN = -1
 
@@ -41,10 +33,11 @@ class CallLayout:
 
 @dataclass
 class _Trace:
-    """What is kept of a tensor: its shape, and some of its values."""
+    """What is kept of a tensor: its shape, and some of its values in the run on one sample."""
 
     shape: torch.Size
-    values: Tensor
+    floating: bool
+    values: Tensor | None
 
 
 @dataclass
@@ -52,10 +45,10 @@ class Call:
     """One call of a module."""
 
     inputs: list[_Trace | None]
-    outputs: list[_Trace]
+    outputs: list[_Trace | None]
     single: bool
     """Whether one tensor, and nothing else, was returned."""
-    layout: CallLayout | None
+    layout: CallLayout | None = None
     """How it tells samples apart, as far as it does."""
     tensors: tuple[list[Any], Any, Tensor] | None = None
     """The arguments, their structure and the output, where all of them are kept."""
@@ -65,217 +58,150 @@ Calls = dict[nn.Module, list[Call]]
 
 
 def record_calls(
-    model: nn.Module, run: Callable[[], Any], whole: Collection[nn.Module], before: Calls | None = None
+    modules: Collection[nn.Module],
+    run: Callable[[], Any],
+    whole: Collection[nn.Module],
+    before: Calls | None = None,
 ) -> Calls:
-    """Run a model and note the calls of its modules.
+    """Run a model and note the calls of some of its modules.
 
     Args:
-        model: The model.
-        run: Runs it.
+        modules: The modules.
+        run: Runs the model.
         whole: Modules of whose first call all tensors are kept.
         before: The calls of a run on one sample. In this run, on two, it is then noted how they are told apart.
 
     Returns:
         The calls of each module, in order.
     """
-    calls: Calls = {}
-
-    def note(module, args, kwargs, output):
-        inputs, spec = tree_flatten((args, kwargs))
-        outputs, mine = float_tensors(output), calls.setdefault(module, [])
-        earlier = before.get(module, []) if before is not None else []
-        layout = _call_layout(earlier[len(mine)], inputs, outputs) if len(mine) < len(earlier) else None
-        tensors = (inputs, spec, output) if module in whole and not mine else None
-        traces = [_trace(x) if isinstance(x, Tensor) else None for x in inputs]
-        mine.append(Call(traces, [_trace(x) for x in outputs], isinstance(output, Tensor), layout, tensors))
-
-    handles = [m.register_forward_hook(note, with_kwargs=True) for m in model.modules()]
+    recorder = _Recorder(before)
+    handles = [
+        m.register_forward_hook(lambda *call, keep=m in whole: recorder.note(keep, *call), with_kwargs=True)
+        for m in modules
+    ]
     try:
         with torch.no_grad():
             run()
     finally:
         for handle in handles:
             handle.remove()
-    return calls
+    recorder.compare()
+    return recorder.calls
 
 
 _VALUES = 2048
 """Values of a tensor that are compared."""
 
 
-def _trace(x: Tensor) -> _Trace:
+class _Recorder:
+    """Notes calls. Values are compared all together at the end, for each look at one waits for the device."""
+
+    def __init__(self, before: Calls | None):
+        self.calls: Calls = {}
+        self.before = before
+        self._seen: dict[int, tuple[weakref.ref, int, _Trace]] = {}
+        self._pairs: dict[tuple[int, int, int], int] = {}
+        self._values: list[tuple[Tensor, Tensor]] = []
+        self._unsure: list[tuple[Call, list[int]]] = []
+
+    def note(self, keep: bool, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
+        inputs, spec = tree_flatten((args, kwargs))
+        outputs, mine = float_tensors(output), self.calls.setdefault(module, [])
+        tensors = (inputs, spec, output) if keep and not mine else None
+        traces = [self._trace(x) for x in inputs], [self._trace(x) for x in outputs]
+        call = Call(*traces, isinstance(output, Tensor), None, tensors)
+        earlier = self.before.get(module, []) if self.before is not None else []
+        if len(mine) < len(earlier):
+            self._compare_later(call, earlier[len(mine)], inputs, outputs)
+        mine.append(call)
+
+    def _trace(self, x: Any) -> _Trace | None:
+        if not isinstance(x, Tensor):
+            return None
+        known, version = self._seen.get(id(x)), x._version
+        if known is not None and known[0]() is x and known[1] == version:
+            return known[2]  # what one module returns another gets, and a mask goes to all layers
+        trace = _Trace(x.shape, x.is_floating_point(), _some(x).clone() if self.before is None else None)
+        self._seen[id(x)] = weakref.ref(x), version, trace
+        return trace
+
+    def _compare_later(self, call: Call, one: Call, inputs: list[Any], outputs: list[Tensor]) -> None:
+        """Tell the call's layout by the shapes, and note the values that it depends on."""
+        if len(one.inputs) != len(inputs) or len(one.outputs) != len(outputs):
+            return
+        numbers: list[int] = []
+        axes: list[int | None] = []
+        pairs = [
+            *zip(one.inputs, call.inputs, inputs, strict=True),
+            *zip(one.outputs, call.outputs, outputs, strict=True),
+        ]
+        for old, new, x in pairs:
+            axis = _doubled(old, new)
+            if axis == _SEVERAL:
+                return
+            axes.append(axis)
+            if axis is not None and axis != UNKNOWN and old and new:
+                numbers.append(self._pair(old, new, x, axis))
+        axes, out_axes = axes[: len(inputs)], axes[len(inputs) :]
+        expandable = (axis is not None or x.shape[:1] == (1,) for axis, x in zip(out_axes, outputs, strict=True))
+        complete = any(axis is not None for axis in out_axes) and all(expandable)
+        call.layout = CallLayout(axes, out_axes, complete)
+        self._unsure.append((call, numbers))
+
+    def _pair(self, old: _Trace, new: _Trace, x: Tensor, axis: int) -> int:
+        key = id(old), id(new), axis
+        if key not in self._pairs:
+            self._pairs[key] = len(self._values)
+            assert old.values is not None
+            self._values.append((old.values, _some(x.narrow(axis, 0, old.shape[axis])).clone()))
+        return self._pairs[key]
+
+    def compare(self) -> None:
+        """Take back the layouts of calls whose values have another order than the shapes say."""
+        alike = _alike(self._values)
+        for call, numbers in self._unsure:
+            if not all(alike[number] for number in numbers):
+                call.layout = None
+
+
+def _some(x: Tensor) -> Tensor:
     flat = x.detach().reshape(-1)
-    return _Trace(x.shape, flat[:: max(1, flat.numel() // _VALUES)].clone())
+    return flat[:: max(1, flat.numel() // _VALUES)]
 
 
-def _call_layout(one: Call, inputs: list[Any], outputs: list[Tensor]) -> CallLayout | None:
-    if len(one.inputs) != len(inputs) or len(one.outputs) != len(outputs):
-        return None
-    try:
-        axes = [_axis(a, b) for a, b in zip(one.inputs, inputs, strict=True)]
-        out_axes = [_axis(a, b) for a, b in zip(one.outputs, outputs, strict=True)]
-    except _NoAxis:
-        return None
-    expandable = (axis is not None or x.shape[:1] == (1,) for axis, x in zip(out_axes, outputs, strict=True))
-    return CallLayout(axes, out_axes, any(axis is not None for axis in out_axes) and all(expandable))
+_SEVERAL = -2
 
 
-class _NoAxis(Exception):
-    pass
-
-
-def _axis(one: _Trace | None, two: Any) -> int | None:
-    """The dimension along which `two` holds what `one` holds, and as much again."""
-    if one is None or not isinstance(two, Tensor):
+def _doubled(one: _Trace | None, two: _Trace | None) -> int | None:
+    """The dimension along which `two` has room for what `one` holds, and as much again; None: they are as large.
+    `UNKNOWN` where one is no tensor, `_SEVERAL` where it is not one dimension that doubles."""
+    if one is None or two is None:
         return UNKNOWN
     if one.shape == two.shape:
         return None
-    if len(one.shape) != two.dim():
-        raise _NoAxis
+    if len(one.shape) != len(two.shape):
+        return _SEVERAL
     differing = [i for i, (a, b) in enumerate(zip(one.shape, two.shape, strict=True)) if a != b]
     axis = differing[0]
-    if len(differing) != 1 or two.shape[axis] != 2 * one.shape[axis]:
-        raise _NoAxis
-    if not _alike(one.values, _trace(two.narrow(axis, 0, one.shape[axis])).values):
-        raise _NoAxis
-    return axis
+    return axis if len(differing) == 1 and two.shape[axis] == 2 * one.shape[axis] else _SEVERAL
 
 
-def _alike(one: Tensor, two: Tensor) -> bool:
-    """Whether values are the same, but for what the size of a batch may change: only their order matters here."""
-    if not one.is_floating_point():
-        return torch.equal(one, two)
-    scale = float(one.abs().nan_to_num(posinf=0).max()) if one.numel() else 0.0
-    return torch.allclose(two, one, rtol=0.05, atol=0.05 * scale, equal_nan=True)
-
-
-_CHUNK_ELEMENTS = 2**24
-"""Entries of per-sample gradients that exist at a time."""
-
-
-@dataclass
-class LocalCall:
-    """One call of a module, as recorded in the forward and the backward pass.
-
-    Args:
-        inputs: The flattened arguments; tensors and whatever else was passed.
-        input_axes: For each, the dimension that runs over the samples, or None if it belongs to all of them.
-        spec: How to put the arguments together again.
-        output_axes: The dimension that runs over the samples, for each floating-point tensor that was returned.
-        gradients: The gradients at those tensors, as far as there are any.
-    """
-
-    inputs: list[Any]
-    input_axes: list[int | None]
-    spec: TreeSpec
-    output_axes: list[int | None]
-    gradients: dict[int, Tensor] = field(default_factory=dict)
-
-
-def local_gradients(
-    module: nn.Module, parameters: Mapping[str, nn.Parameter], calls: Sequence[LocalCall], samples: int
-) -> Iterator[tuple[int, dict[str, Tensor]]]:
-    """The gradients of a module's parameters for each sample, some samples at a time.
-
-    Args:
-        module: The module.
-        parameters: The parameters that are asked for, by their name in the module.
-        calls: Its calls in one forward pass.
-        samples: How many samples were in the batch, N.
-
-    Yields:
-        The number of the first sample, and for each parameter (samples, *shape).
-    """
-    values = {name: p.detach() for name, p in parameters.items()}
-    if any(v.is_meta or not v.is_floating_point() for v in values.values()):
-        raise ValueError(
-            f"{type(module).__name__} has no rule for its gradients, and its weights are offloaded or quantised, so "
-            "that it cannot be computed again for each sample. Load it whole, or add a rule with "
-            "peft_surgical.fisher.register_rule."
-        )
-    step = max(1, _CHUNK_ELEMENTS // max(1, sum(v.numel() for v in values.values())))
-    for first in range(0, samples, step):
-        chunk = slice(first, min(first + step, samples))
-        yield first, _chunk_gradients(module, values, calls, samples, chunk)
-
-
-def _chunk_gradients(
-    module: nn.Module, values: dict[str, Tensor], calls: Sequence[LocalCall], samples: int, chunk: slice
-) -> dict[str, Tensor]:
-    if type(module) not in _not_vmappable:
-        try:
-            return _vmapped(module, values, calls, samples, chunk)
-        except Exception as error:  # noqa: BLE001  vmap refuses in many ways
-            _not_vmappable.add(type(module))
-            reason = str(error).strip().splitlines()
-            logger.info(
-                "%s has no rule for its gradients and cannot be vmapped (%s): its samples are taken one at a time.",
-                type(module).__name__,
-                reason[0] if reason else type(error).__name__,
-            )
-    rows = [_single(module, values, calls, samples, n) for n in range(samples)[chunk]]
-    return {name: torch.stack([row[name] for row in rows]) for name in values}
-
-
-_not_vmappable: set[type[nn.Module]] = set()
-
-
-def _vmapped(
-    module: nn.Module, values: dict[str, Tensor], calls: Sequence[LocalCall], samples: int, chunk: slice
-) -> dict[str, Tensor]:
-    total: dict[str, Tensor] = {}
-    for call in calls:
-        inputs = [
-            x if axis is None else samples_first(x, axis, samples)[chunk]
-            for x, axis in zip(call.inputs, call.input_axes, strict=True)
-        ]
-        which = list(call.gradients)
-        grads = [samples_first(call.gradients[i], call.output_axes[i] or 0, samples)[chunk] for i in which]
-        split = [i for i, axis in enumerate(call.input_axes) if axis is not None]
-
-        def one_sample(sliced, grads, call=call, inputs=inputs, split=split, which=which):
-            own = list(inputs)
-            for i, x in zip(split, sliced, strict=True):
-                own[i] = x
-            pullback = vjp(lambda v: tuple(_outputs(module, v, own, call.spec)[i] for i in which), values)[1]
-            return pullback(tuple(grads))[0]
-
-        result = vmap(one_sample)([inputs[i] for i in split], grads)
-        total = {name: total[name] + g if name in total else g for name, g in result.items()}
-    return total
-
-
-def _single(
-    module: nn.Module, values: dict[str, Tensor], calls: Sequence[LocalCall], samples: int, n: int
-) -> dict[str, Tensor]:
-    total = {name: torch.zeros_like(v) for name, v in values.items()}
-    leaves = {name: v.detach().requires_grad_() for name, v in values.items()}
-    for call in calls:
-        own = [
-            x if axis is None else samples_first(x, axis, samples)[n]
-            for x, axis in zip(call.inputs, call.input_axes, strict=True)
-        ]
-        with torch.enable_grad():
-            outputs = _outputs(module, leaves, own, call.spec)
-        pairs = [
-            (outputs[i], samples_first(g, call.output_axes[i] or 0, samples)[n])
-            for i, g in call.gradients.items()
-            if outputs[i].requires_grad
-        ]
-        if not pairs:
-            continue
-        results = torch.autograd.grad(
-            [out for out, _ in pairs], list(leaves.values()), [g for _, g in pairs], allow_unused=True
-        )
-        for name, g in zip(leaves, results, strict=True):
-            if g is not None:
-                total[name] += g
-    return total
-
-
-def _outputs(module: nn.Module, values: Mapping[str, Tensor], inputs: list[Any], spec: TreeSpec) -> list[Tensor]:
-    args, kwargs = tree_unflatten(inputs, spec)
-    return float_tensors(functional_call(module, dict(values), args, kwargs))
+def _alike(pairs: list[tuple[Tensor, Tensor]]) -> list[bool]:
+    """Whether the values of each pair are the same, but for what the size of a batch may change: only their order
+    matters here."""
+    if not pairs:
+        return []
+    device = pairs[0][0].device
+    one, two = (torch.cat([pair[k].to(device) for pair in pairs]).float() for k in (0, 1))
+    sizes = torch.tensor([len(values) for values, _ in pairs])
+    owner = torch.arange(len(pairs)).repeat_interleave(sizes).to(device)
+    size = one.abs().nan_to_num(nan=0, posinf=0)
+    scale = torch.zeros(len(pairs), device=device).scatter_reduce_(0, owner, size, "amax")
+    exact = torch.tensor([not values.is_floating_point() for values, _ in pairs]).to(device)
+    allowed = (0.05 * (scale[owner] + size)).masked_fill_(exact[owner], 0)
+    same = ((two - one).abs() <= allowed) | (one == two) | (one.isnan() & two.isnan())
+    wrong = torch.zeros(len(pairs), device=device).index_add_(0, owner, (~same).float())
+    return (wrong == 0).tolist()
 
 
 def float_tensors(tree: Any) -> list[Tensor]:

@@ -69,7 +69,7 @@ class SampleGradients(ABC):
 
     def squared_norms(self) -> Tensor:
         """The squared norm of each sample's gradient, (N,)."""
-        return torch.cat([_wide(part).flatten(1).square().sum(1) for part in self._parts()])
+        return torch.cat([_wide(part).reshape(len(part), -1).square().sum(1) for part in self._parts()])
 
     def _parts(self):
         step = max(1, _CHUNK_ELEMENTS // max(1, prod(self.shape)))

@@ -20,8 +20,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from peft_surgical.fisher.calls import CallLayout, LocalCall, local_gradients, sample_axis, samples_first
+from peft_surgical.fisher.calls import CallLayout, sample_axis, samples_first
 from peft_surgical.fisher.gradients import DenseGradients, ProductGradients, SampleGradients, join
+from peft_surgical.fisher.recompute import LocalCall, local_gradients
 from peft_surgical.fisher.squares import SquareQueue, on_cpu
 from peft_surgical.fisher.targets import HookTarget
 

@@ -20,17 +20,8 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn
 
-from peft_surgical.fisher.calls import (
-    UNKNOWN,
-    Call,
-    CallLayout,
-    Calls,
-    LocalCall,
-    local_gradients,
-    record_calls,
-    sample_axis,
-    samples_first,
-)
+from peft_surgical.fisher.calls import UNKNOWN, Call, CallLayout, Calls, record_calls, sample_axis, samples_first
+from peft_surgical.fisher.recompute import LocalCall, local_gradients
 from peft_surgical.fisher.rules import RULES, Rule, find_rule, is_packed_linear
 from peft_surgical.layers import Layer
 
@@ -166,22 +157,30 @@ def find_targets(
         CannotTellSamplesApart: See there.
     """
     checked = {m for _, m, _ in owners if (rule := find_rule(m)) and not is_inherited(m, rule)}
-    one = record_calls(model, lambda: run(1), checked)
-    two = record_calls(model, lambda: run(2), checked, one) if samples == 2 else None
-    return _Search(model, layers, owners, one, two).targets()
+    search = _Search(model, layers, owners)
+    search.one = record_calls(search.candidates, lambda: run(1), checked)
+    search.two = record_calls(search.candidates, lambda: run(2), checked, search.one) if samples == 2 else None
+    return search.targets()
 
 
 class _Search:
-    def __init__(
-        self, model: nn.Module, layers: Sequence[nn.Module], owners: Sequence[Owner], one: Calls, two: Calls | None
-    ):
-        self.owners, self.one, self.two = owners, one, two
+    one: Calls
+    two: Calls | None
+
+    def __init__(self, model: nn.Module, layers: Sequence[nn.Module], owners: Sequence[Owner]):
+        self.owners = owners
         self.names = {module: name for name, module in model.named_modules()}
         self.parents: dict[nn.Module, tuple[nn.Module, str]] = {}
         for parent in self.names:
             for name, child in parent.named_children():
                 self.parents.setdefault(child, (parent, name))
         self.experts = {m for layer in layers for expert in _experts(layer) for m in expert.modules()}
+        # the owners of parameters and what they are in
+        self.candidates: set[nn.Module] = set()
+        for _, module, _ in owners:
+            while module not in self.candidates:
+                self.candidates.add(module)
+                module = self.parents.get(module, (module, ""))[0]
 
     def targets(self) -> list[HookTarget]:
         targets: dict[nn.Module, HookTarget] = {}
@@ -236,7 +235,7 @@ def _samples_in_front(call: Call) -> bool:
     """Whether a call sees whole samples along the first dimension, rather than rows, which may have been chosen."""
     assert call.layout is not None
     pairs = zip(call.inputs, call.layout.inputs, strict=True)
-    axes = [(len(x.shape), axis) for x, axis in pairs if x and x.values.is_floating_point()]
+    axes = [(len(x.shape), axis) for x, axis in pairs if x and x.floating]
     return all(dims > 2 and axis in (0, None) for dims, axis in axes)
 
 

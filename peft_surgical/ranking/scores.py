@@ -139,8 +139,8 @@ def fisher(request: ScoreRequest) -> LayerScores:
 
     Lodha et al. 2023, "On Surgical Fine-tuning for Language Encoders", section 3.1, equation 1.
     """
-    assert request.objective is not None
     r = request
+    assert r.objective is not None
     measurement = layer_fisher(
         r.model, r.layers, r.batches, r.objective, diagonal=r.aggregation.startswith("frobenius"),
         engine=r.engine, seed=r.seed, progress=r.progress,

@@ -14,7 +14,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.t5.modeling_t5 import T5LayerNorm
 from transformers.pytorch_utils import Conv1D
 
-from peft_surgical.fisher import calls as fisher_calls
+from peft_surgical.fisher import recompute
 from peft_surgical.fisher.batches import Batch
 from peft_surgical.fisher.gradients import (
     DenseGradients,
@@ -401,7 +401,7 @@ def test_what_cannot_be_vmapped_goes_one_sample_at_a_time_and_says_so(caplog):
         def forward(self, x):
             return torch.cat([Branching.forward(self, one[None]) for one in x])
 
-    fisher_calls._not_vmappable.clear()
+    recompute._not_vmappable.clear()
     with caplog.at_level(logging.INFO, logger="peft_surgical"):
         compare(Model(PerSample()), data(4, 3, 4))
     assert "PerSample has no rule" in caplog.text
