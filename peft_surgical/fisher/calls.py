@@ -105,9 +105,13 @@ class _Recorder:
         self._unsure: list[tuple[Call, list[int]]] = []
 
     def note(self, keep: bool, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
-        inputs, spec = tree_flatten((args, kwargs))
-        outputs, mine = float_tensors(output), self.calls.setdefault(module, [])
-        tensors = (inputs, spec, output) if keep and not mine else None
+        mine = self.calls.setdefault(module, [])
+        if not kwargs and all(isinstance(x, Tensor) for x in args):  # nearly always; flattening takes long
+            inputs = list(args)
+        else:
+            inputs = tree_flatten((args, kwargs))[0]
+        outputs = float_tensors(output)
+        tensors = (inputs, tree_flatten((args, kwargs))[1], output) if keep and not mine else None
         traces = [self._trace(x) for x in inputs], [self._trace(x) for x in outputs]
         call = Call(*traces, isinstance(output, Tensor), None, tensors)
         earlier = self.before.get(module, []) if self.before is not None else []
@@ -206,7 +210,8 @@ def _alike(pairs: list[tuple[Tensor, Tensor]]) -> list[bool]:
 
 def float_tensors(tree: Any) -> list[Tensor]:
     """The floating-point tensors in nested tuples, lists, dicts and model outputs, in order."""
-    return [x for x in tree_flatten(tree)[0] if isinstance(x, Tensor) and x.is_floating_point()]
+    leaves = [tree] if isinstance(tree, Tensor) else tree_flatten(tree)[0]
+    return [x for x in leaves if isinstance(x, Tensor) and x.is_floating_point()]
 
 
 def samples_first(x: Tensor, axis: int | None, samples: int) -> Tensor:

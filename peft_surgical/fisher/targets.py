@@ -10,7 +10,7 @@ dimension that doubles is the one that runs over samples.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -135,11 +135,7 @@ class HookTarget:
 
 
 def find_targets(
-    model: nn.Module,
-    layers: Sequence[nn.Module],
-    owners: Sequence[Owner],
-    run: Callable[[int], Any],
-    samples: int,
+    model: nn.Module, layers: Sequence[nn.Module], owners: Sequence[Owner], run: Callable[[int], Any], samples: int
 ) -> list[HookTarget]:
     """Find the modules to listen to.
 
@@ -157,41 +153,40 @@ def find_targets(
         CannotTellSamplesApart: See there.
     """
     checked = {m for _, m, _ in owners if (rule := find_rule(m)) and not is_inherited(m, rule)}
-    search = _Search(model, layers, owners)
-    search.one = record_calls(search.candidates, lambda: run(1), checked)
-    search.two = record_calls(search.candidates, lambda: run(2), checked, search.one) if samples == 2 else None
-    return search.targets()
+    modules = {module for _, module, _ in owners}  # usually these are the targets, and nothing else need be noted
+    while True:
+        one = record_calls(modules, lambda: run(1), checked)
+        two = record_calls(modules, lambda: run(2), checked, one) if samples == 2 else None
+        try:
+            return _Search(model, layers, owners, one, two).targets(modules)
+        except _NotNoted:
+            modules = set(model.modules())
+
+
+_Targets = dict[nn.Module, HookTarget]
 
 
 class _Search:
-    one: Calls
-    two: Calls | None
-
-    def __init__(self, model: nn.Module, layers: Sequence[nn.Module], owners: Sequence[Owner]):
-        self.owners = owners
+    def __init__(
+        self, model: nn.Module, layers: Sequence[nn.Module], owners: Sequence[Owner], one: Calls, two: Calls | None
+    ):
+        self.owners, self.one, self.two = owners, one, two
         self.names = {module: name for name, module in model.named_modules()}
         self.parents: dict[nn.Module, tuple[nn.Module, str]] = {}
         for parent in self.names:
             for name, child in parent.named_children():
                 self.parents.setdefault(child, (parent, name))
         self.experts = {m for layer in layers for expert in _experts(layer) for m in expert.modules()}
-        # the owners of parameters and what they are in
-        self.candidates: set[nn.Module] = set()
-        for _, module, _ in owners:
-            while module not in self.candidates:
-                self.candidates.add(module)
-                module = self.parents.get(module, (module, ""))[0]
 
-    def targets(self) -> list[HookTarget]:
-        targets: dict[nn.Module, HookTarget] = {}
+    def targets(self, noted: Collection[nn.Module]) -> list[HookTarget]:
+        self.noted = noted
+        targets: _Targets = {}
         for _, module, parameters in self.owners:
             self._place(module, dict(parameters), targets)
         _count_once(targets)
         return [target for target in targets.values() if target.parameters]
 
-    def _place(
-        self, module: nn.Module, parameters: dict[str, nn.Parameter], targets: dict[nn.Module, HookTarget]
-    ) -> None:
+    def _place(self, module: nn.Module, parameters: dict[str, nn.Parameter], targets: _Targets) -> None:
         """Let the module answer for the parameters, or else the nearest one around it that can."""
         layouts, owner = self._layouts(module), module
         rule = self._rule(module) if layouts is not None else None
@@ -199,6 +194,8 @@ class _Search:
             if module not in self.parents:
                 raise CannotTellSamplesApart(self.names[owner])
             module, child = self.parents[module]
+            if module not in self.noted:
+                raise _NotNoted
             parameters = {f"{child}.{name}": p for name, p in parameters.items()}
             layouts, rule = self._layouts(module), None
         target = targets.setdefault(module, HookTarget(self.names[module], module, {}, rule, layouts))
@@ -231,6 +228,10 @@ class _Search:
         return rule if rule and _is_sound(module, rule, calls[0], layouts[0] if layouts else None) else None
 
 
+class _NotNoted(Exception):
+    """A module around the owner of a parameter has to be looked at, whose calls were not noted."""
+
+
 def _samples_in_front(call: Call) -> bool:
     """Whether a call sees whole samples along the first dimension, rather than rows, which may have been chosen."""
     assert call.layout is not None
@@ -250,7 +251,7 @@ def _experts(layer: nn.Module) -> Iterable[nn.Module]:
             yield from children
 
 
-def _count_once(targets: Mapping[nn.Module, HookTarget]) -> None:
+def _count_once(targets: _Targets) -> None:
     """A module that is computed again sees all uses of a parameter in it: targets inside must not count them too."""
     for outer in targets.values():
         if outer.rule is not None:
@@ -264,15 +265,7 @@ def _count_once(targets: Mapping[nn.Module, HookTarget]) -> None:
 
 def _is_sound(module: nn.Module, rule: Rule, call: Call, layout: CallLayout | None) -> bool:
     """Whether a rule that was made for a parent class holds for a class that computes its output in its own way."""
-    cls = type(module)
-    if is_inherited(module, rule):
-        return True
-    if cls not in _sound:
-        _sound[cls] = _agrees_with_autograd(module, rule, call, layout)
-    return _sound[cls]
-
-
-_sound: dict[type[nn.Module], bool] = {}
+    return is_inherited(module, rule) or _agrees_with_autograd(module, rule, call, layout)
 
 
 def is_inherited(module: nn.Module, rule: Rule) -> bool:
