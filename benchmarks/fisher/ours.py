@@ -30,7 +30,7 @@ def engine(case: Case, name: str, contributions: bool = False, aggregation: str 
     measurement = layer_fisher(
         case.model,
         choose_stack(case.model, None).layers,
-        _batches(case),
+        batches_of(case),
         make_objective(case.model),
         diagonal=aggregation.startswith("frobenius"),
         engine=name,
@@ -65,7 +65,8 @@ def with_float32_products() -> Iterator[None]:
         squares.operand_type = previous
 
 
-def _batches(case: Case) -> list[Batch]:
+def batches_of(case: Case) -> list[Batch]:
+    """The batches that are sorted by length, as the library has them."""
     batches, first = [], 0
     for inputs in case.sorted_batches:
         size = len(inputs["labels"])

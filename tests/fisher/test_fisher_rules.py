@@ -449,6 +449,68 @@ def test_a_subclass_that_computes_otherwise_does_not_get_the_rule_of_its_parent(
     compare(Model(Doubled(4, 4), Same(4, 4)), data(5, 3, 4))
 
 
+def test_of_a_class_with_settings_each_module_is_tried_by_itself():
+    class Scaled(nn.Linear):
+        def __init__(self, factor):
+            super().__init__(4, 4)
+            self.factor = factor
+
+        def forward(self, x):
+            return self.factor * super().forward(x)
+
+    compare(Model(Scaled(1), Scaled(3)), data(5, 3, 4))  # the rule of its parent is right for the first alone
+
+
+class Number(nn.Module):
+    """Owns a single number, without dimensions."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x):
+        return x * self.scale
+
+
+class NumberOut(nn.Module):
+    """A child returns a single number that all samples share."""
+
+    class Inner(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.tensor(0.5))
+
+        def forward(self, x):
+            return self.scale.exp()
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.inner = nn.Linear(4, 4), self.Inner()
+
+    def forward(self, x):
+        return self.linear(x) * self.inner(x)
+
+
+@pytest.mark.parametrize("samples", [1, 2, 5])
+@pytest.mark.parametrize("cls", [Number, NumberOut])
+def test_a_parameter_without_dimensions_is_measured(cls, samples):
+    model, x = Model(cls(), cls()).double(), data(samples, 3, 4)
+    compare(model, x)
+    batch = Batch({"x": x, "labels": torch.arange(samples) % 2}, tuple(range(samples)))
+    layers = [Layer("layers", n, f"layers.{n}", m) for n, m in enumerate(model.layers)]
+    objective = make_objective(model)
+    traces = [
+        [
+            t.trace
+            for one in layer_fisher(model, layers, [batch], objective, engine=e, diagonal=d).layers
+            for t in one.values()
+        ]
+        for e, d in (("loop", True), ("loop", False), ("hooks", False))
+    ]
+    assert traces[1] == pytest.approx(traces[0], rel=1e-9)
+    assert traces[2] == pytest.approx(traces[0], rel=1e-9)
+
+
 def test_a_registered_rule_is_used():
     class Own(Power):
         pass
