@@ -1,4 +1,4 @@
-"""The models and data of `fisher_speed.py`."""
+"""The models and data of `speed.py`."""
 
 from __future__ import annotations
 

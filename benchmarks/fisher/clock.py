@@ -1,4 +1,4 @@
-"""Time and memory of what `fisher_speed.py` measures."""
+"""Time and memory of what `speed.py` measures."""
 
 from __future__ import annotations
 

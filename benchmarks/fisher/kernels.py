@@ -27,8 +27,8 @@ from benchmarks.fisher.other_ways import Case, floor_sorted
 METHODS: dict[str, Callable[[Case], object]] = {
     "forward + backward, sorted": floor_sorted,
     "ours: hooks": partial(ours.engine, name="hooks"),
-    "ours: hooks, with each sample's share": partial(ours.engine, name="hooks", shares=True),
-    "ours: layer by layer": partial(ours.engine, name="layer_major"),
+    "ours: hooks, with each sample's share": partial(ours.engine, name="hooks", contributions=True),
+    "ours: a pass for each layer": partial(ours.engine, name="layer_major"),
 }
 
 

@@ -1,4 +1,4 @@
-"""Ways to get the diagonal Fisher of a model's layers other than ours, for `fisher_speed.py`, without any of its code.
+"""Ways to get the diagonal Fisher of a model's layers other than ours, for `speed.py`, without any of its code.
 
 Each takes a `Case` and returns the diagonal of every parameter of the layers, summed over samples, or None if it
 computes no Fisher (the plain forward and backward pass that all others are compared to).

@@ -1,4 +1,4 @@
-"""The library's own ways to get the diagonal Fisher, for `fisher_speed.py`: its engines, and `rank_layers` itself."""
+"""The library's own ways to get the diagonal Fisher, for `speed.py`: its engines, and `rank_layers` itself."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ from torch import Tensor
 
 from benchmarks.fisher.other_ways import Case
 from peft_surgical import rank_layers
-from peft_surgical.fisher import kernel as fisher_kernel
+from peft_surgical.fisher import squares
 from peft_surgical.fisher.batches import Batch
-from peft_surgical.fisher.diagonal import layer_fisher
-from peft_surgical.fisher.log_likelihood import make_objective
+from peft_surgical.fisher.measure import layer_fisher
+from peft_surgical.fisher.objective import make_objective
 from peft_surgical.layers import choose_stack
 from peft_surgical.ranking.scores import aggregate
 
 
-def engine(case: Case, name: str, shares: bool = False, aggregation: str = "frobenius") -> list[float]:
+def engine(case: Case, name: str, contributions: bool = False, aggregation: str = "frobenius") -> list[float]:
     """The scores of the layers by one engine.
 
     Args:
         case: The model and its batches; those sorted by length are used.
         name: The engine.
-        shares: Whether to estimate what each sample contributes, as `rank_layers` does for its intervals.
+        contributions: Whether to estimate what each sample contributes, as `rank_layers` does for its intervals.
         aggregation: How the diagonal of a layer becomes one number.
     """
     measurement = layer_fisher(
         case.model,
         choose_stack(case.model, None).layers,
-        _batches(case),
+        batches_of(case),
         make_objective(case.model),
         diagonal=aggregation.startswith("frobenius"),
         engine=name,
-        shares=shares,
+        contributions=contributions,
     )
     return aggregate(measurement, aggregation).scores
 
@@ -48,24 +48,25 @@ def whole(case: Case, batch_size: int) -> list[float]:
 @contextlib.contextmanager
 def without_kernel() -> Iterator[None]:
     """As on a machine without Triton."""
-    previous, fisher_kernel.kernel_works = fisher_kernel.kernel_works, lambda operand, precision, device: False
+    previous, squares.kernel_works = squares.kernel_works, lambda operand, device: False
     try:
         yield
     finally:
-        fisher_kernel.kernel_works = previous
+        squares.kernel_works = previous
 
 
 @contextlib.contextmanager
-def with_precision(precision: str) -> Iterator[None]:
-    """The products of the Fisher, though not those of the model, in another precision."""
-    previous, fisher_kernel.default_precision = fisher_kernel.default_precision, lambda: precision
+def with_float32_products() -> Iterator[None]:
+    """The products of the Fisher in float32, though not those of the model."""
+    previous, squares.operand_type = squares.operand_type, lambda dtype: dtype
     try:
         yield
     finally:
-        fisher_kernel.default_precision = previous
+        squares.operand_type = previous
 
 
-def _batches(case: Case) -> list[Batch]:
+def batches_of(case: Case) -> list[Batch]:
+    """The batches that are sorted by length, as the library has them."""
     batches, first = [], 0
     for inputs in case.sorted_batches:
         size = len(inputs["labels"])

@@ -25,21 +25,22 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.fisher import ours
 from benchmarks.fisher.other_ways import Case, floor_sorted
-from peft_surgical.fisher import entries, hooks, kernel, pending_squares, sample_gradients, triton_kernel
+from peft_surgical.fisher import contributions, gradients, listen, squares
+from peft_surgical.fisher import triton as kernels
 
 
 WIDTH, SAMPLES, TOKENS = 32, 4, 8
 SHRINK = (768 // WIDTH) ** 2
-THRESHOLDS = ((pending_squares, "ENTRIES_PER_LAUNCH"), (hooks, "_TOGETHER"), (entries, "_TOGETHER"))
+THRESHOLDS = ((squares, "ENTRIES_PER_LAUNCH"), (listen, "_TOGETHER"), (contributions, "_TOGETHER"))
 VIEWS = {"view", "t", "transpose", "detach", "slice", "expand", "unsqueeze", "squeeze", "select", "unbind", "split"}
 VIEWS |= {"split_with_sizes", "promote_types", "_unsafe_view", "alias", "lift_fresh", "permute", "as_strided"}
 
 METHODS: dict[str, Callable[[Case], object]] = {
     "forward + backward": floor_sorted,
     "hooks": lambda case: ours.engine(case, "hooks"),
-    "hooks, with each sample's share": lambda case: ours.engine(case, "hooks", shares=True),
+    "hooks, with each sample's share": lambda case: ours.engine(case, "hooks", contributions=True),
     "hooks, trace": lambda case: ours.engine(case, "hooks", aggregation="trace"),
-    "layer by layer": lambda case: ours.engine(case, "layer_major"),
+    "a pass for each layer": lambda case: ours.engine(case, "layer_major"),
     "rank_layers, data to intervals": lambda case: ours.whole(case, SAMPLES),
 }
 
@@ -81,13 +82,13 @@ def path_of_a_gpu() -> Iterator[None]:
         def patch(module: object, name: str, value: object) -> None:
             stack.enter_context(mock.patch.object(module, name, value))
 
-        patch(triton_kernel, "_squared_products", NoKernel())
-        patch(triton_kernel, "_normalized_sums", NoKernel(written=2))
-        patch(triton_kernel, "_has_copy_engine", lambda device: True)
-        patch(kernel, "has_kernel", lambda grad_outputs, dtype, precision: dtype == torch.float32)
+        patch(kernels, "_squared_products", NoKernel())
+        patch(kernels, "_normalized_sums", NoKernel(written=2))
+        patch(kernels, "_has_copy_engine", lambda device: True)
+        patch(squares, "has_kernel", lambda grad_outputs, dtype: dtype == torch.float32)
         for module, name in THRESHOLDS:
             patch(module, name, getattr(module, name) // SHRINK)
-        for module in (hooks, entries, sample_gradients):
+        for module in (listen, contributions, gradients):
             patch(module, "on_cpu", lambda x: False)
         yield
 

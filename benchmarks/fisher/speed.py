@@ -92,12 +92,12 @@ def our_rows(setting: Setting) -> Iterator[tuple[str, Method]]:
     """Ours in each engine."""
     gpu = setting.device == "cuda"
     yield "ours: hooks", partial(ours.engine, name="hooks")
-    yield "ours: hooks, with each sample's share", partial(ours.engine, name="hooks", shares=True)
+    yield "ours: hooks, with each sample's share", partial(ours.engine, name="hooks", contributions=True)
     if setting.precision == "high":
         yield "ours: hooks, products in float32", with_float32_products
     if gpu:
         yield "ours: hooks, without Triton", without_kernel
-    yield "ours: layer by layer", partial(ours.engine, name="layer_major")
+    yield "ours: a pass for each layer", partial(ours.engine, name="layer_major")
     yield "ours: hooks, trace", partial(ours.engine, name="hooks", aggregation="trace")
     yield "ours: rank_layers, data to intervals", partial(ours.whole, batch_size=setting.batch)
 
@@ -118,7 +118,7 @@ def other_rows(setting: Setting) -> Iterator[Row]:
 
 def with_float32_products(case: Case) -> list[float]:
     """The products of the Fisher in float32, though not those of the model."""
-    with ours.with_precision("fp32x3"):
+    with ours.with_float32_products():
         return ours.engine(case, "hooks")
 
 

@@ -3,7 +3,7 @@
     python -m benchmarks.fisher.tilings                  # on a GPU with Triton
 
 A launch has as many products as the Fisher's hooks would wait for. Prints TFLOP/s, the best of a few runs, and writes
-`results/fisher_tilings-<device>.json`. The winner stands in `peft_surgical/fisher/triton_kernel.py`.
+`results/fisher_tilings-<device>.json`. The winner stands in `peft_surgical/fisher/triton.py`.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 from benchmarks.common.device import device_name, parse_options, result_file
-from peft_surgical.fisher import triton_kernel
-from peft_surgical.fisher.pending_squares import ENTRIES_PER_LAUNCH
-from peft_surgical.fisher.triton_kernel import Tiling
+from peft_surgical.fisher import triton as kernels
+from peft_surgical.fisher.squares import ENTRIES_PER_LAUNCH
+from peft_surgical.fisher.triton import Tiling
 
 
 SHAPES = {
@@ -28,7 +28,7 @@ SHAPES = {
     "Llama 7 B, attention": (20, 4096, 4096),
     "Llama 7 B, MLP": (20, 11008, 4096),
 }
-"""Samples, outputs and inputs of the linear maps of some models, in the batches that `fisher_speed.py` takes."""
+"""Samples, outputs and inputs of the linear maps of some models, in the batches that `speed.py` takes."""
 TOKENS = 128
 TILINGS = [
     *(Tiling(64, 128, 64, 4, stages) for stages in (3, 4)),
@@ -67,12 +67,12 @@ def operands(samples: int, height: int, width: int) -> tuple[torch.Tensor, torch
 
 def rate(samples: int, height: int, width: int, tiling: Tiling) -> float | None:
     """TFLOP/s of one launch; None where the card has no room for such tiles."""
-    triton_kernel.TILINGS[2, True] = triton_kernel.TILINGS[2, False] = tiling
+    kernels.TILINGS[2, True] = kernels.TILINGS[2, False] = tiling
     g, a = operands(samples, height, width)
     outs = [torch.zeros(height, width, device="cuda") for _ in range(max(1, ENTRIES_PER_LAUNCH // (height * width)))]
-    jobs, kinds = zip(*(triton_kernel.make_job(out, g, a, None) for out in outs), strict=True)
+    jobs, kinds = zip(*(kernels.make_job(out, g, a, None) for out in outs), strict=True)
     try:
-        took = best_seconds(lambda: triton_kernel.launch(list(jobs), kinds[0], "bf16"))
+        took = best_seconds(lambda: kernels.launch(list(jobs), kinds[0]))
     except Exception as error:  # whatever Triton raises
         print(f"{tuple(tiling)}: {type(error).__name__}", flush=True)
         return None

@@ -5,11 +5,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
+
+from peft_surgical.layers import find_stacks
 
 
 LABELS = ("labels", "label", "label_ids", "start_positions", "end_positions", "next_sentence_label")
@@ -50,7 +53,8 @@ def draw_batches(
     batch_size: int = 16,
     data_collator: Callable[[list[Any]], Mapping[str, Any]] | None = None,
     seed: int = 0,
-    share: tuple[int, int] = (0, 1),
+    rank: int = 0,
+    world_size: int = 1,
 ) -> Iterator[Batch]:
     """Draw samples and put them in batches of like length.
 
@@ -62,7 +66,8 @@ def draw_batches(
         batch_size: Samples to a batch. A loader that is read in its own order keeps its own.
         data_collator: Makes a batch of features. By default features are padded on the right to the longest.
         seed: Seed of the draw.
-        share: This process's number and the number of processes. Each gets a part of the draw.
+        rank: The number of this process.
+        world_size: The number of processes. Each gets a part of the draw.
 
     Yields:
         The batches, that of the longest samples first.
@@ -74,8 +79,8 @@ def draw_batches(
     for name, value in (("num_samples", num_samples), ("batch_size", batch_size)):
         if not isinstance(value, int) or value < 1:
             raise ValueError(f"{name}={value!r}; allowed are integers from 1 on.")
-    if isinstance(data, DataLoader) and not _is_plain(data):
-        yield from _read_loader(data, num_samples, share)
+    if isinstance(data, DataLoader) and not _only_walks(data):
+        yield from _read_loader(data, num_samples, rank, world_size)
         return
     if isinstance(data, DataLoader):
         data, data_collator = data.dataset, data.collate_fn
@@ -91,7 +96,7 @@ def draw_batches(
     keep = _columns(model)
     features = [(i, _feature(data[place], keep)) for i, place in enumerate(drawn)]
     features.sort(key=lambda pair: _length(pair[1]), reverse=True)
-    features = features[share[0] :: share[1]]
+    features = features[rank::world_size]
     collate = data_collator or PadRight(model)
     for first in range(0, len(features), batch_size):
         part = features[first : first + batch_size]
@@ -142,12 +147,52 @@ def token_lengths(batch: Batch) -> Tensor | None:
     return lengths if bool((padded_right == mask.bool()).all()) else None
 
 
+class PaddingLengths:
+    """The lengths of samples, where a kernel can make use of them: on an accelerator.
+
+    Args:
+        model: The model.
+        device: Where it is.
+    """
+
+    def __init__(self, model: nn.Module, device: torch.device):
+        # a decoder has other lengths than the encoder, and an image has none
+        seq2seq = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+        self.useful = device.type != "cpu" and not seq2seq
+        self.model, self.device = model, device
+
+    def find(self, batch: Batch) -> tuple[int, Tensor | None]:
+        """The tokens of each sample with padding, and without it, (N,)."""
+        lengths = token_lengths(batch) if self.useful else None
+        if lengths is None or not self._only_stack:
+            return 0, None
+        tokens = batch.inputs["attention_mask"].shape[1]
+        if bool((lengths == tokens).all()):
+            return tokens, None
+        return tokens, lengths.to(self.device, torch.int32)
+
+    @cached_property
+    def _only_stack(self) -> bool:
+        return len(find_stacks(self.model)) == 1
+
+
 def forward_names(model: nn.Module) -> set[str] | None:
     """The arguments that the model's forward takes; None if it takes any."""
     parameters = inspect.signature(model.forward).parameters.values()
     if any(p.kind is p.VAR_KEYWORD for p in parameters) and not hasattr(model, "config"):
         return None
     return {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+
+
+def model_inputs(model: nn.Module, batch: Batch, names: set[str] | None) -> dict[str, Any]:
+    """The part of a batch that goes into the model. Labels do not, so that it computes no loss of its own."""
+    inputs = {k: v for k, v in batch.inputs.items() if k not in LABELS and (names is None or k in names)}
+    labels = batch.inputs.get("labels")
+    prepare: Any = getattr(model, "prepare_decoder_input_ids_from_labels", None)
+    takes = names is not None and "decoder_input_ids" in names and "decoder_input_ids" not in inputs
+    if prepare and takes and labels is not None:
+        inputs["decoder_input_ids"] = prepare(labels=labels)
+    return inputs
 
 
 def _columns(model: nn.Module) -> set[str] | None:
@@ -206,7 +251,7 @@ def _trimmed(batch: Batch) -> Batch:
     return Batch({**batch.inputs, **{k: v[..., :length] for k, v in alike.items()}}, batch.index)
 
 
-def _is_plain(loader: DataLoader) -> bool:
+def _only_walks(loader: DataLoader) -> bool:
     """Whether a loader only goes through its data, so that samples can be drawn from the data itself."""
     return (
         isinstance(loader.dataset, Sized)
@@ -217,9 +262,8 @@ def _is_plain(loader: DataLoader) -> bool:
     )
 
 
-def _read_loader(loader: Iterable[Any], num_samples: int, share: tuple[int, int]) -> Iterator[Batch]:
+def _read_loader(loader: Iterable[Any], num_samples: int, rank: int, world: int) -> Iterator[Batch]:
     """Read a loader in its order. One that is not split among processes is split here, batch by batch."""
-    rank, world = share
     split = type(loader) is not DataLoader or type(getattr(loader, "sampler", None)).__name__ == "DistributedSampler"
     seen = 0
     if world > 1 and split:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten
 
-from peft_surgical.fisher.local import float_tensors
+from peft_surgical.compat import tree_flatten
 
 
 UNKNOWN = -1
@@ -34,10 +34,11 @@ class CallLayout:
 
 @dataclass
 class _Trace:
-    """What is kept of a tensor: its shape, and some of its values."""
+    """What is kept of a tensor: its shape, and some of its values in the run on one sample."""
 
     shape: torch.Size
-    values: Tensor
+    floating: bool
+    values: Tensor | None
 
 
 @dataclass
@@ -45,10 +46,10 @@ class Call:
     """One call of a module."""
 
     inputs: list[_Trace | None]
-    outputs: list[_Trace]
+    outputs: list[_Trace | None]
     single: bool
     """Whether one tensor, and nothing else, was returned."""
-    layout: CallLayout | None
+    layout: CallLayout | None = None
     """How it tells samples apart, as far as it does."""
     tensors: tuple[list[Any], Any, Tensor] | None = None
     """The arguments, their structure and the output, where all of them are kept."""
@@ -58,85 +59,174 @@ Calls = dict[nn.Module, list[Call]]
 
 
 def record_calls(
-    model: nn.Module, run: Callable[[], Any], whole: Collection[nn.Module], before: Calls | None = None
+    modules: Collection[nn.Module],
+    run: Callable[[], Any],
+    whole: Collection[nn.Module],
+    before: Calls | None = None,
 ) -> Calls:
-    """Run a model and note the calls of its modules.
+    """Run a model and note the calls of some of its modules.
 
     Args:
-        model: The model.
-        run: Runs it.
+        modules: The modules.
+        run: Runs the model.
         whole: Modules of whose first call all tensors are kept.
         before: The calls of a run on one sample. In this run, on two, it is then noted how they are told apart.
 
     Returns:
         The calls of each module, in order.
     """
-    calls: Calls = {}
-
-    def note(module, args, kwargs, output):
-        inputs, spec = tree_flatten((args, kwargs))
-        outputs, mine = float_tensors(output), calls.setdefault(module, [])
-        earlier = before.get(module, []) if before is not None else []
-        layout = _call_layout(earlier[len(mine)], inputs, outputs) if len(mine) < len(earlier) else None
-        tensors = (inputs, spec, output) if module in whole and not mine else None
-        traces = [_trace(x) if isinstance(x, Tensor) else None for x in inputs]
-        mine.append(Call(traces, [_trace(x) for x in outputs], isinstance(output, Tensor), layout, tensors))
-
-    handles = [m.register_forward_hook(note, with_kwargs=True) for m in model.modules()]
+    recorder = _Recorder(before)
+    handles = [
+        m.register_forward_hook(lambda *call, keep=m in whole: recorder.note(keep, *call), with_kwargs=True)
+        for m in modules
+    ]
     try:
         with torch.no_grad():
             run()
     finally:
         for handle in handles:
             handle.remove()
-    return calls
+    recorder.compare()
+    return recorder.calls
 
 
 _VALUES = 2048
 """Values of a tensor that are compared."""
 
 
-def _trace(x: Tensor) -> _Trace:
+class _Recorder:
+    """Notes calls. Values are compared all together at the end, for each look at one waits for the device."""
+
+    def __init__(self, before: Calls | None):
+        self.calls: Calls = {}
+        self.before = before
+        self._seen: dict[int, tuple[weakref.ref, int, _Trace]] = {}
+        self._pairs: dict[tuple[int, int, int], int] = {}
+        self._values: list[tuple[Tensor, Tensor]] = []
+        self._unsure: list[tuple[Call, list[int]]] = []
+
+    def note(self, keep: bool, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
+        mine = self.calls.setdefault(module, [])
+        if not kwargs and all(isinstance(x, Tensor) for x in args):  # nearly always; flattening takes long
+            inputs = list(args)
+        else:
+            inputs = tree_flatten((args, kwargs))[0]
+        outputs = float_tensors(output)
+        tensors = (inputs, tree_flatten((args, kwargs))[1], output) if keep and not mine else None
+        traces = [self._trace(x) for x in inputs], [self._trace(x) for x in outputs]
+        call = Call(*traces, isinstance(output, Tensor), None, tensors)
+        earlier = self.before.get(module, []) if self.before is not None else []
+        if len(mine) < len(earlier):
+            self._compare_later(call, earlier[len(mine)], inputs, outputs)
+        mine.append(call)
+
+    def _trace(self, x: Any) -> _Trace | None:
+        if not isinstance(x, Tensor):
+            return None
+        known, version = self._seen.get(id(x)), x._version
+        if known is not None and known[0]() is x and known[1] == version:
+            return known[2]  # what one module returns another gets, and a mask goes to all layers
+        trace = _Trace(x.shape, x.is_floating_point(), _some(x).clone() if self.before is None else None)
+        self._seen[id(x)] = weakref.ref(x), version, trace
+        return trace
+
+    def _compare_later(self, call: Call, one: Call, inputs: list[Any], outputs: list[Tensor]) -> None:
+        """Tell the call's layout by the shapes, and note the values that it depends on."""
+        if len(one.inputs) != len(inputs) or len(one.outputs) != len(outputs):
+            return
+        numbers: list[int] = []
+        axes: list[int | None] = []
+        pairs = [
+            *zip(one.inputs, call.inputs, inputs, strict=True),
+            *zip(one.outputs, call.outputs, outputs, strict=True),
+        ]
+        for old, new, x in pairs:
+            axis = _doubled(old, new)
+            if axis == _SEVERAL:
+                return
+            axes.append(axis)
+            if axis is not None and axis != UNKNOWN and old and new:
+                numbers.append(self._pair(old, new, x, axis))
+        axes, out_axes = axes[: len(inputs)], axes[len(inputs) :]
+        expandable = (axis is not None or x.shape[:1] == (1,) for axis, x in zip(out_axes, outputs, strict=True))
+        complete = any(axis is not None for axis in out_axes) and all(expandable)
+        call.layout = CallLayout(axes, out_axes, complete)
+        self._unsure.append((call, numbers))
+
+    def _pair(self, old: _Trace, new: _Trace, x: Tensor, axis: int) -> int:
+        key = id(old), id(new), axis
+        if key not in self._pairs:
+            self._pairs[key] = len(self._values)
+            assert old.values is not None
+            self._values.append((old.values, _some(x.narrow(axis, 0, old.shape[axis])).clone()))
+        return self._pairs[key]
+
+    def compare(self) -> None:
+        """Take back the layouts of calls whose values have another order than the shapes say."""
+        alike = _alike(self._values)
+        for call, numbers in self._unsure:
+            if not all(alike[number] for number in numbers):
+                call.layout = None
+
+
+def _some(x: Tensor) -> Tensor:
     flat = x.detach().reshape(-1)
-    return _Trace(x.shape, flat[:: max(1, flat.numel() // _VALUES)].clone())
+    return flat[:: max(1, flat.numel() // _VALUES)]
 
 
-def _call_layout(one: Call, inputs: list[Any], outputs: list[Tensor]) -> CallLayout | None:
-    if len(one.inputs) != len(inputs) or len(one.outputs) != len(outputs):
-        return None
-    try:
-        axes = [_axis(a, b) for a, b in zip(one.inputs, inputs, strict=True)]
-        out_axes = [_axis(a, b) for a, b in zip(one.outputs, outputs, strict=True)]
-    except _NoAxis:
-        return None
-    expandable = (axis is not None or x.shape[:1] == (1,) for axis, x in zip(out_axes, outputs, strict=True))
-    return CallLayout(axes, out_axes, any(axis is not None for axis in out_axes) and all(expandable))
+_SEVERAL = -2
 
 
-class _NoAxis(Exception):
-    pass
-
-
-def _axis(one: _Trace | None, two: Any) -> int | None:
-    """The dimension along which `two` holds what `one` holds, and as much again."""
-    if one is None or not isinstance(two, Tensor):
+def _doubled(one: _Trace | None, two: _Trace | None) -> int | None:
+    """The dimension along which `two` has room for what `one` holds, and as much again; None: they are as large.
+    `UNKNOWN` where one is no tensor, `_SEVERAL` where it is not one dimension that doubles."""
+    if one is None or two is None:
         return UNKNOWN
     if one.shape == two.shape:
         return None
-    if len(one.shape) != two.dim():
-        raise _NoAxis
+    if len(one.shape) != len(two.shape):
+        return _SEVERAL
     differing = [i for i, (a, b) in enumerate(zip(one.shape, two.shape, strict=True)) if a != b]
     axis = differing[0]
-    if len(differing) != 1 or two.shape[axis] != 2 * one.shape[axis]:
-        raise _NoAxis
-    if not _alike(one.values, _trace(two.narrow(axis, 0, one.shape[axis])).values):
-        raise _NoAxis
+    return axis if len(differing) == 1 and two.shape[axis] == 2 * one.shape[axis] else _SEVERAL
+
+
+def _alike(pairs: list[tuple[Tensor, Tensor]]) -> list[bool]:
+    """Whether the values of each pair are the same, but for what the size of a batch may change: only their order
+    matters here."""
+    if not pairs:
+        return []
+    device = pairs[0][0].device
+    one, two = (torch.cat([pair[k].to(device) for pair in pairs]).float() for k in (0, 1))
+    sizes = torch.tensor([len(values) for values, _ in pairs])
+    owner = torch.arange(len(pairs)).repeat_interleave(sizes).to(device)
+    size = one.abs().nan_to_num(nan=0, posinf=0)
+    scale = torch.zeros(len(pairs), device=device).scatter_reduce_(0, owner, size, "amax")
+    exact = torch.tensor([not values.is_floating_point() for values, _ in pairs]).to(device)
+    allowed = (0.05 * (scale[owner] + size)).masked_fill_(exact[owner], 0)
+    same = ((two - one).abs() <= allowed) | (one == two) | (one.isnan() & two.isnan())
+    wrong = torch.zeros(len(pairs), device=device).index_add_(0, owner, (~same).float())
+    return (wrong == 0).tolist()
+
+
+def float_tensors(tree: Any) -> list[Tensor]:
+    """The floating-point tensors in nested tuples, lists, dicts and model outputs, in order."""
+    leaves = [tree] if isinstance(tree, Tensor) else tree_flatten(tree)[0]
+    return [x for x in leaves if isinstance(x, Tensor) and x.is_floating_point()]
+
+
+def samples_first(x: Tensor, axis: int | None, samples: int) -> Tensor:
+    """(N, ...): each entry has the shape that the module would see in a batch of one sample (whose axis is None)."""
+    if axis is None:
+        assert samples == 1
+        return x[None]
+    return x.unflatten(axis, (samples, -1)).movedim(axis, 0)
+
+
+def sample_axis(x: Any, axis: int | None, samples: int) -> int | None:
+    """The dimension of an argument that runs over samples, if it has one."""
+    if not isinstance(x, Tensor) or axis is None:
+        return None
+    if axis == UNKNOWN:
+        return 0 if samples > 1 and x.shape[:1] == (samples,) else None
     return axis
-
-
-def _alike(one: Tensor, two: Tensor) -> bool:
-    """Whether values are the same, but for what the size of a batch may change: only their order matters here."""
-    if not one.is_floating_point():
-        return torch.equal(one, two)
-    scale = float(one.abs().nan_to_num(posinf=0).max()) if one.numel() else 0.0
-    return torch.allclose(two, one, rtol=0.05, atol=0.05 * scale, equal_nan=True)

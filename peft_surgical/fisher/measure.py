@@ -1,177 +1,162 @@
-"""What the engines share: running the model and its objective, the sums, and the results of a layer."""
+"""Measure the diagonal Fisher of chosen layers: in how many passes over the samples, and by which engine."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from functools import cached_property, partial
-from typing import Any
+import logging
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
+import psutil
 import torch
 from torch import Tensor, nn
 
 from peft_surgical.distributed import gather
-from peft_surgical.fisher.batches import LABELS, Batch, forward_names
-from peft_surgical.fisher.entries import EntryKeeper, Generators
-from peft_surgical.fisher.log_likelihood import Objective, Rows
-from peft_surgical.fisher.owners import layer_parameters
-from peft_surgical.fisher.sums import DiagonalSum, LayerZeros, NormSum, TensorFisher, reduce_diagonals, reduce_norms
-from peft_surgical.layers import Layer
+from peft_surgical.fisher.batches import Batch
+from peft_surgical.fisher.engine import FisherTask, HookEngine, LoopEngine, Progress
+from peft_surgical.fisher.model_state import untouched
+from peft_surgical.fisher.objective import NO_GRADIENT, Objective
+from peft_surgical.fisher.sums import TensorFisher
+from peft_surgical.layers import Layer, unwrap
 
 
-NO_GRADIENT = (
-    "No layer gets a gradient: what is differentiated does not depend on the layers. Look for a detach() or a "
-    "no_grad() between them and the outputs."
-)
+logger = logging.getLogger(__name__)
 
+ENGINES = ("auto", "hooks", "layer_major", "loop")
 
-class Progress:
-    """Hears how far a measurement is. This one does nothing."""
-
-    def expect(self, steps: int, unit: str) -> None:
-        """There will be so many steps."""
-
-    def advance(self, steps: int) -> None:
-        """So many steps more are done."""
+_USABLE = 0.5
+"""The part of the free memory that the sums may take; the rest is for activations."""
 
 
 @dataclass(frozen=True)
-class FisherTask:
-    """What is to be measured.
+class FisherMeasurement:
+    """The diagonal Fisher of some layers, and the samples it was measured on.
 
     Args:
-        model: The base model.
-        layers: The layers.
-        objective: What is differentiated.
-        diagonal: Whether the norm of the diagonal is wanted, or only its trace.
-        shares: Whether to estimate what each sample contributes to the norm.
-        seed: Seed of that estimate.
+        layers: For each layer the diagonal Fisher of its parameters, by name.
+        samples: The number of each sample in the draw, in the order of `TensorFisher.contributions`.
+        counts: What each sample added to the divisor, (N,) float64.
+        engine: How it was measured, `"hooks"` or `"loop"`.
+        passes: How often the model went through the samples.
     """
 
-    model: nn.Module
-    layers: Sequence[Layer]
-    objective: Objective
-    diagonal: bool = True
-    shares: bool = True
-    seed: int = 0
-
-    @cached_property
-    def parameters(self) -> list[dict[str, nn.Parameter]]:
-        """The parameters of each layer, by name. An offloaded module has others after each call."""
-        return layer_parameters(self.layers)
+    layers: list[dict[str, TensorFisher]]
+    samples: list[int]
+    counts: Tensor
+    engine: str
+    passes: int
 
 
-@dataclass
-class SampleLog:
-    """The samples that were seen.
+def layer_fisher(
+    model: nn.Module,
+    layers: Sequence[Layer],
+    batches: Iterable[Batch],
+    objective: Objective,
+    *,
+    diagonal: bool = True,
+    engine: str = "auto",
+    contributions: bool = True,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> FisherMeasurement:
+    """Measure the diagonal Fisher of layers.
+
+    In a distributed run each process goes through its own batches, and all get the same result.
 
     Args:
-        index: The number of each in the draw.
-        counts: What each adds to the divisor.
-    """
+        model: The model. Nothing about it is changed, whatever happens.
+        layers: The layers, from `resolve_layers`.
+        batches: The samples, from `draw_batches`.
+        objective: What is differentiated, from `make_objective`.
+        diagonal: Whether the norm of the diagonal is wanted. False measures only its trace, which takes no memory of
+            the size of the layers.
+        engine: `"auto"` (as many layers at a time as fit, in as many passes over the samples as that takes),
+            `"hooks"` (all layers in one pass), `"layer_major"` (a pass for each layer: the least memory), or `"loop"`
+            (plain autograd, one sample at a time; slow). The scores are the same.
+        contributions: Whether to estimate what each sample contributes to the norms.
+        seed: Seed of that estimate, and of the global random numbers meanwhile.
+        progress: Hears how far it is.
 
-    index: list[int] = field(default_factory=list)
-    counts: list[Tensor] = field(default_factory=list)
-
-    def add(self, batch: Batch, counts: Tensor) -> None:
-        """Note a batch."""
-        self.index += batch.index
-        self.counts.append(counts.double())
-
-    def gathered(self) -> tuple[list[int], Tensor]:
-        """Index and counts, (N,), of the samples of all processes."""
-        mine = torch.cat([c.cpu() for c in self.counts]) if self.counts else torch.zeros(0, dtype=torch.float64)
-        parts = gather((self.index, mine))
-        return [i for index, _ in parts for i in index], torch.cat([counts for _, counts in parts])
-
-
-class FisherSums:
-    """The sums of the parameters of some layers.
-
-    Args:
-        task: What is measured.
-        parameters: The parameters of each layer, by name.
-        generators: Random numbers for the estimate of the shares.
-    """
-
-    def __init__(self, task: FisherTask, parameters: Sequence[dict[str, nn.Parameter]], generators: Generators):
-        self.parameters = parameters
-        self._keeper = EntryKeeper(generators) if task.diagonal and task.shares else None
-        self.by_id: dict[int, DiagonalSum | NormSum] = {}
-        for group in parameters:
-            zeros = LayerZeros(group.values())
-            for key in map(id, group.values()):
-                self.by_id[key] = DiagonalSum(self._keeper, partial(zeros.take, key)) if task.diagonal else NormSum()
-
-    def start(self, samples: int) -> None:
-        """Get ready for a batch."""
-        for total in self.by_id.values():
-            total.start(samples)
-
-    def finish(self) -> None:
-        """Finish a backward pass, after nothing is pending any more."""
-        if self._keeper is not None:
-            self._keeper.flush()
-
-    def results(self, count: float) -> list[dict[str, TensorFisher]]:
-        """The means over all processes, for each layer."""
-        pairs = [(p, self.by_id[id(p)]) for group in self.parameters for p in group.values()]
-        diagonals = [(p, total) for p, total in pairs if isinstance(total, DiagonalSum)]
-        norms = [(p, total) for p, total in pairs if isinstance(total, NormSum)]
-        found = iter(reduce_diagonals(diagonals, count) if diagonals else reduce_norms(norms, count))
-        return [{name: next(found) for name in group} for group in self.parameters]
-
-
-class Runner:
-    """Runs a model on batches.
-
-    Args:
-        task: What is measured.
-    """
-
-    def __init__(self, task: FisherTask):
-        self.model, self.objective = task.model, task.objective
-        self.names = forward_names(task.model)
-        self.device = next((p.device for p in task.model.parameters() if not p.is_meta), torch.device("cpu"))
-
-    def forward(self, batch: Batch) -> Any:
-        """The model's outputs."""
-        return self.model(**model_inputs(self.model, batch.to(self.device), self.names))
-
-    def rows(self, batch: Batch) -> Rows:
-        """What is to be differentiated.
-
-        Raises:
-            ValueError: Nothing of it depends on the layers.
-        """
-        batch = batch.to(self.device)
-        rows = self.objective(self.forward(batch), batch)
-        if not rows.values.requires_grad:
-            raise ValueError(NO_GRADIENT)
-        return rows
-
-
-def check_values(values: Tensor, batch: Batch) -> None:
-    """Check what is differentiated.
+    Returns:
+        The measurement.
 
     Raises:
-        ValueError: A value is not finite.
+        ValueError: An option is unknown; there are no samples; a value or a gradient is not finite; no layer gets a
+            gradient; a parameter has no data.
     """
-    bad = ~torch.isfinite(values.detach()).all(0)
-    if bad.any():
-        sample = batch.index[int(bad.nonzero()[0])]
-        raise ValueError(
-            f"The log-likelihood of sample {sample} of the draw is not finite. Look at its inputs and labels, or "
-            "measure in float32."
-        )
+    if engine not in ENGINES:
+        raise ValueError(f"engine={engine!r} is unknown; allowed are {', '.join(map(repr, ENGINES))}.")
+    task = FisherTask(unwrap(model), layers, objective, diagonal, contributions, seed)
+    _check_data(task)
+    with untouched(task.model, seed):
+        groups = choose_groups(task, engine)
+        job = (LoopEngine if engine == "loop" else HookEngine)(task, list(batches))
+        found = job.measure(groups, progress or Progress())
+    _check_results(task, found)
+    return FisherMeasurement(found, job.samples, job.counts, job.name, len(groups))
 
 
-def model_inputs(model: nn.Module, batch: Batch, names: set[str] | None) -> dict[str, Any]:
-    """The part of a batch that goes into the model. Labels do not, so that it computes no loss of its own."""
-    inputs = {k: v for k, v in batch.inputs.items() if k not in LABELS and (names is None or k in names)}
-    labels = batch.inputs.get("labels")
-    prepare: Any = getattr(model, "prepare_decoder_input_ids_from_labels", None)
-    takes = names is not None and "decoder_input_ids" in names and "decoder_input_ids" not in inputs
-    if prepare and takes and labels is not None:
-        inputs["decoder_input_ids"] = prepare(labels=labels)
-    return inputs
+def choose_groups(task: FisherTask, engine: str) -> list[list[int]]:
+    """The layers that are measured in each pass over the samples, the last ones first: nothing is computed for the
+    layers below a group. The same on all processes."""
+    numbers = list(range(len(task.layers)))
+    if engine == "layer_major":
+        return [[number] for number in reversed(numbers)]
+    if engine != "auto" or not task.diagonal:
+        return [numbers]
+    groups = max(gather(_groups_that_fit(task)), key=len)
+    if len(groups) > 1:
+        logger.info("There is no room for the Fisher of all layers at once: it takes %d passes.", len(groups))
+    return groups
+
+
+def _groups_that_fit(task: FisherTask) -> list[list[int]]:
+    own = next((p.device for p in task.model.parameters() if not p.is_meta), torch.device("cpu"))
+    needs: list[Counter[torch.device]] = []
+    for parameters in task.parameters:
+        needs.append(Counter())
+        for p in parameters.values():  # an offloaded parameter is computed with where the model is
+            needs[-1][own if p.is_meta else p.device] += p.numel() * (8 if p.dtype == torch.float64 else 4)
+    room = {device: _USABLE * free_bytes(device) for need in needs for device in need}
+    groups: list[list[int]] = []
+    taken: Counter[torch.device] = Counter()
+    for number in reversed(range(len(needs))):
+        together = taken + needs[number]
+        if groups and all(size < room[device] for device, size in together.items()):
+            groups[-1].append(number)
+            taken = together
+        else:
+            groups.append([number])
+            taken = needs[number]
+    return groups
+
+
+def free_bytes(device: torch.device) -> float:
+    """Bytes that can still be allocated on a device."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return psutil.virtual_memory().available
+
+
+def _check_data(task: FisherTask) -> None:
+    if not any(p.is_meta for group in task.parameters for p in group.values()):
+        return
+    for layer in task.layers:
+        for name, module in layer.module.named_modules():
+            on_meta = any(p is not None and p.is_meta for p in module._parameters.values())
+            if on_meta and not hasattr(module, "_hf_hook"):
+                raise ValueError(
+                    f"{layer.path}.{name} has no data (its parameters are on the meta device), so its gradients "
+                    "cannot be measured. Load the weights first, or offload them with accelerate."
+                )
+
+
+def _check_results(task: FisherTask, found: list[dict[str, TensorFisher]]) -> None:
+    for layer, tensors in zip(task.layers, found, strict=True):
+        for name, tensor in tensors.items():
+            if not math.isfinite(tensor.trace):
+                raise ValueError(f"The squared gradients of {layer.path}.{name} overflow. Measure in float32.")
+    if not any(tensor.trace for tensors in found for tensor in tensors.values()):
+        raise ValueError(NO_GRADIENT)

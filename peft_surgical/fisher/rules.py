@@ -2,7 +2,7 @@
 
 A rule is a function `(module, inputs, grad_output) -> {parameter name: SampleGradients}`. Both tensors have the
 samples in front and what belongs to a sample behind: a `Linear` sees (N, ..., I) and (N, ..., O). A module without a
-rule is computed once more for each sample (`local.py`), which is slower and always right.
+rule is computed once more for each sample (`calls.py`), which is slower and always right.
 """
 
 from __future__ import annotations
@@ -17,9 +17,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
-from peft_surgical.fisher.kernel import sum_normalized, sum_type
-from peft_surgical.fisher.owners import is_packed_linear
-from peft_surgical.fisher.sample_gradients import DenseGradients, ProductGradients, RowGradients, SampleGradients
+from peft_surgical.fisher.gradients import DenseGradients, ProductGradients, RowGradients, SampleGradients
+from peft_surgical.fisher.squares import sum_normalized, sum_type
 
 
 Rule = Callable[[nn.Module, Tensor, Tensor], Mapping[str, SampleGradients]]
@@ -210,6 +209,16 @@ def _is_rms_norm(module: nn.Module, x: Tensor, u: Tensor) -> bool:
 def _epsilon(module: Any) -> Any:
     """What a normalisation adds to the mean square, by the names that transformers and torch have for it."""
     return getattr(module, "variance_epsilon", getattr(module, "eps", None))
+
+
+def is_packed_linear(module: nn.Module) -> bool:
+    """Whether a module is a linear map whose weight is no parameter, but packed into integer buffers (GPTQ, AWQ)."""
+    if "weight" in module._parameters or not module._buffers:
+        return False
+    sizes = (getattr(module, "in_features", None), getattr(module, "out_features", None))
+    return all(isinstance(size, int) for size in sizes) and any(
+        b is not None and not b.is_floating_point() for b in module._buffers.values()
+    )
 
 
 _PADDING = {"zeros": "constant", "reflect": "reflect", "replicate": "replicate", "circular": "circular"}

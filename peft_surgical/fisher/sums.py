@@ -1,7 +1,7 @@
 """Sums over samples of a parameter's squared gradients, and what each sample contributes to the result.
 
 `DiagonalSum` keeps the diagonal of the Fisher matrix, entry by entry, for its norm. What a sample contributes to the
-norm is estimated from some entries (`entries.py`). `NormSum` keeps only the trace, for which the squared norm
+norm is estimated from some entries (`contributions.py`). `NormSum` keeps only the trace, for which the squared norm
 of each sample's gradient is enough.
 """
 
@@ -15,10 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from peft_surgical.distributed import all_reduce, gather, world_size
-from peft_surgical.fisher.entries import WHOLE_VECTOR, EntryKeeper, KeptEntries, estimate_products
-from peft_surgical.fisher.kernel import sum_type
-from peft_surgical.fisher.pending_squares import PendingSquares
-from peft_surgical.fisher.sample_gradients import DenseGradients, SampleGradients
+from peft_surgical.fisher.contributions import WHOLE_VECTOR, EntryKeeper, Generators, KeptEntries, estimate_products
+from peft_surgical.fisher.gradients import DenseGradients, SampleGradients
+from peft_surgical.fisher.squares import SquareQueue, sum_type
 
 
 class TensorFisher(NamedTuple):
@@ -28,14 +27,14 @@ class TensorFisher(NamedTuple):
         size: Number of its entries.
         norm: Frobenius norm of the diagonal. NaN if only the trace was asked for.
         trace: Sum of the diagonal.
-        shares: What each sample contributes, (N,) float64: to the norm, or to the trace if only that was asked for.
-            The sum over samples, divided by the number of samples (or tokens), is the norm (or the trace).
+        contributions: What each sample contributes, (N,) float64: to the norm, or to the trace if only that was asked
+            for. The sum over samples, divided by the number of samples (or tokens), is the norm (or the trace).
     """
 
     size: int
     norm: float
     trace: float
-    shares: Tensor
+    contributions: Tensor
 
 
 def new_sum(gradients: SampleGradients) -> Tensor:
@@ -44,7 +43,8 @@ def new_sum(gradients: SampleGradients) -> Tensor:
 
 
 class LayerZeros:
-    """Gives out zeros for the parameters of a layer. They are parts of one tensor, for to fill each takes a launch.
+    """Gives out zeros for the parameters of a layer. They are parts of one tensor, since filling each
+    by itself would take a launch.
 
     Args:
         parameters: The parameters.
@@ -88,19 +88,19 @@ class DiagonalSum:
         """Get ready for a batch."""
         self._first, self.seen = self.seen, self.seen + samples
 
-    def add(self, gradients: SampleGradients, first: int, pending: PendingSquares) -> None:
+    def add(self, gradients: SampleGradients, first: int, queue: SquareQueue) -> None:
         """Add the squared gradients of the samples of this batch from number `first` on."""
         if self.sum is None:
             self.sum = self._zeros(gradients)
         first += self._first
         if self.keeper is None:
-            gradients.add_squares(self.sum, pending)
+            gradients.add_squares(self.sum, queue)
         elif isinstance(gradients, DenseGradients) and self.sum.dim() == 1 and gradients.size <= WHOLE_VECTOR:
             self.kept.choose(None)
-            gradients.add_squares(self.sum, pending, partial(self.kept.add_squares, first))
+            gradients.add_squares(self.sum, queue, partial(self.kept.add_squares, first))
         else:
-            gradients.add_squares(self.sum, pending)
-            self.keeper.keep(self.kept, first, gradients, self.sum, pending)
+            gradients.add_squares(self.sum, queue)
+            self.keeper.keep(self.kept, first, gradients, self.sum, queue)
 
 
 def reduce_diagonals(pairs: Sequence[tuple[nn.Parameter, DiagonalSum]], count: float) -> list[TensorFisher]:
@@ -112,12 +112,12 @@ def reduce_diagonals(pairs: Sequence[tuple[nn.Parameter, DiagonalSum]], count: f
     """
     totals = _totals(pairs)
     norms, traces = _norms_and_sums(totals)
-    shares = torch.cat(gather(_shares([s for _, s in pairs], totals, norms.tolist())), 1)
+    contributions = torch.cat(gather(_contributions([s for _, s in pairs], totals, norms.tolist())), 1)
     # the exact norms are known, so that an error in the level of the estimates need not stay
-    level = shares.sum(1)
-    shares *= torch.where(level > 0, norms / level, 1.0)[:, None]
+    level = contributions.sum(1)
+    contributions *= torch.where(level > 0, norms / level, 1.0)[:, None]
     sizes = [(p if total is None else total).numel() for (p, _), total in zip(pairs, totals, strict=True)]
-    numbers = zip(sizes, (norms / count).tolist(), (traces / count).tolist(), shares, strict=True)
+    numbers = zip(sizes, (norms / count).tolist(), (traces / count).tolist(), contributions, strict=True)
     return [TensorFisher(*row) for row in numbers]
 
 
@@ -134,7 +134,7 @@ def _totals(pairs: Sequence[tuple[nn.Parameter, DiagonalSum]]) -> list[Tensor | 
     return [None if s.sum is None else all_reduce(s.sum) for _, s in pairs]
 
 
-def _shares(sums: Sequence[DiagonalSum], totals: Sequence[Tensor | None], norms: Sequence[float]) -> Tensor:
+def _contributions(sums: Sequence[DiagonalSum], totals: Sequence[Tensor | None], norms: Sequence[float]) -> Tensor:
     """What each sample of this process contributes to each total, up to a factor for each, (P, N) float64."""
     if sums[0].keeper is None:
         return torch.zeros(len(sums), 0, dtype=torch.float64)
@@ -173,7 +173,7 @@ class NormSum:
         """Get ready for a batch."""
         self._norms.append(torch.zeros(samples, dtype=torch.float64))
 
-    def add(self, gradients: SampleGradients, first: int, pending: PendingSquares) -> None:
+    def add(self, gradients: SampleGradients, first: int, queue: SquareQueue) -> None:
         """Add the squared norms of the samples of this batch from number `first` on."""
         self._size = gradients.size
         norms = self._norms[-1] = self._norms[-1].to(gradients.device)
@@ -190,7 +190,46 @@ def reduce_norms(pairs: Sequence[tuple[nn.Parameter, NormSum]], count: float) ->
     found = []
     parts = gather([total.mine() for _, total in pairs])
     for (parameter, _), of_processes in zip(pairs, zip(*parts, strict=True), strict=True):
-        shares = torch.cat([norms for norms, _ in of_processes])
+        contributions = torch.cat([norms for norms, _ in of_processes])
         size = next((size for _, size in of_processes if size is not None), parameter.numel())
-        found.append(TensorFisher(size, float("nan"), float(shares.sum()) / count, shares))
+        found.append(TensorFisher(size, float("nan"), float(contributions.sum()) / count, contributions))
     return found
+
+
+class LayerSums:
+    """The sums of the parameters of some layers.
+
+    Args:
+        parameters: The parameters of each layer, by name.
+        diagonal: Whether to keep the diagonal, for its norm, or only the trace.
+        generators: Random numbers for the estimate of what each sample contributes to the norm; None leaves it out.
+    """
+
+    def __init__(
+        self, parameters: Sequence[dict[str, nn.Parameter]], diagonal: bool, generators: Generators | None = None
+    ):
+        self.parameters = parameters
+        self._keeper = EntryKeeper(generators) if diagonal and generators else None
+        self.by_id: dict[int, DiagonalSum | NormSum] = {}
+        for group in parameters:
+            zeros = LayerZeros(group.values())
+            for key in map(id, group.values()):
+                self.by_id[key] = DiagonalSum(self._keeper, partial(zeros.take, key)) if diagonal else NormSum()
+
+    def start(self, samples: int) -> None:
+        """Get ready for a batch."""
+        for total in self.by_id.values():
+            total.start(samples)
+
+    def finish(self) -> None:
+        """Finish a backward pass, after the queue of squares is empty."""
+        if self._keeper is not None:
+            self._keeper.flush()
+
+    def results(self, count: float) -> list[dict[str, TensorFisher]]:
+        """The means over all processes, for each layer."""
+        pairs = [(p, self.by_id[id(p)]) for group in self.parameters for p in group.values()]
+        diagonals = [(p, total) for p, total in pairs if isinstance(total, DiagonalSum)]
+        norms = [(p, total) for p, total in pairs if isinstance(total, NormSum)]
+        found = iter(reduce_diagonals(diagonals, count) if diagonals else reduce_norms(norms, count))
+        return [{name: next(found) for name in group} for group in self.parameters]

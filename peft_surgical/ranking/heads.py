@@ -1,4 +1,4 @@
-"""Give a model a freshly drawn head for a while."""
+"""Give a model a freshly initialized head for a while."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from peft_surgical.layers import unwrap
 
 
 @contextmanager
-def redrawn_head(model: nn.Module, seed: int) -> Iterator[None]:
-    """A context in which the parameters of the model's head are drawn anew; they are put back afterwards.
+def reinitialized_head(model: nn.Module, seed: int) -> Iterator[None]:
+    """A context in which the model's head is initialized anew; its parameters are put back afterwards.
 
     Args:
         model: A model of transformers with a head.
@@ -30,7 +30,7 @@ def redrawn_head(model: nn.Module, seed: int) -> Iterator[None]:
         >>> config = BertConfig(num_hidden_layers=1, hidden_size=8, num_attention_heads=2, intermediate_size=8)
         >>> model = BertForSequenceClassification(config)
         >>> before = model.classifier.weight
-        >>> with redrawn_head(model, seed=1):
+        >>> with reinitialized_head(model, seed=1):
         ...     torch.equal(model.classifier.weight, before)
         False
         >>> model.classifier.weight is before
@@ -71,8 +71,8 @@ def head_modules(model: nn.Module) -> list[nn.Module]:
     ]
     if not found:
         raise ValueError(
-            f"head_seeds draws the head anew, and {type(model).__name__} has no head with parameters of its own. Use "
-            "head_seeds=0."
+            f"head_inits initializes the head anew, and {type(model).__name__} has no head with parameters of its "
+            "own. Use head_inits=0."
         )
     return found
 

@@ -14,14 +14,13 @@ from tqdm.auto import tqdm
 
 from peft_surgical.distributed import check_not_prepared, check_same_weights, gather, rank, world_size
 from peft_surgical.fisher.batches import Batch, draw_batches
-from peft_surgical.fisher.log_likelihood import make_objective
-from peft_surgical.fisher.measure import Progress
+from peft_surgical.fisher.engine import Progress
 from peft_surgical.fisher.model_state import same_random_numbers
+from peft_surgical.fisher.objective import make_objective
 from peft_surgical.layers import Stack, choose_stack, unwrap
-from peft_surgical.ranking.aggregation import AGGREGATIONS, LayerScores
-from peft_surgical.ranking.heads import redrawn_head
+from peft_surgical.ranking.heads import reinitialized_head
 from peft_surgical.ranking.ranking import LayerRanking
-from peft_surgical.ranking.scores import Score, ScoreRequest, find_score
+from peft_surgical.ranking.scores import AGGREGATIONS, LayerScores, Score, ScoreRequest, find_score
 from peft_surgical.ranking.uncertainty import Uncertainty, estimate_uncertainty, kendall_tau
 
 
@@ -41,9 +40,9 @@ def rank_layers(
     unit: str = "sequence",
     draws: int = 1,
     log_likelihood: Callable[[Any, Mapping[str, Any]], Tensor] | None = None,
-    head_seeds: int = 0,
+    head_inits: int = 0,
     engine: str = "auto",
-    keep_inputs: str = "device",
+    head_seeds: int | None = None,
 ) -> LayerRanking:
     """Rank the layers of a model by how much they matter for a task (Lodha et al. 2023, section 3.1).
 
@@ -69,11 +68,12 @@ def rank_layers(
             token is a sample, with a backward pass for each position.
         draws: Labels drawn for each sample if they are sampled.
         log_likelihood: What to differentiate in place of the task's log p(y|x): `(outputs, batch) -> (N,)`.
-        head_seeds: Average over so many freshly drawn heads. A head that was not trained makes part of the gradient
-            random; the ranking then tells how far the order depends on it. 0 keeps the model's head.
-        engine: How the Fisher is computed: all layers at once (`"hooks"`), one layer at a time for models that leave
-            no room for more (`"layer_major"`), plain autograd for each sample (`"loop"`), or what fits (`"auto"`).
-        keep_inputs: Where the layer-major engine keeps the inputs of the layers: `"device"`, `"cpu"` or `"disk"`.
+        head_inits: Average over so many freshly initialized heads. A head that was not trained makes part of the
+            gradient random; the ranking then tells how far the order depends on it. 0 keeps the model's head.
+        engine: How the Fisher is computed: as many layers at a time as fit in memory (`"auto"`), all layers in one
+            pass over the samples (`"hooks"`), a pass for each layer (`"layer_major"`), or plain autograd for each
+            sample (`"loop"`). The scores are the same.
+        head_seeds: The former name of `head_inits`.
 
     Returns:
         The ranking.
@@ -93,6 +93,7 @@ def rank_layers(
         ([0, 1, 2], 10)
     """
     chosen = find_score(score)
+    head_inits = head_inits if head_seeds is None else head_seeds
     if aggregation not in AGGREGATIONS:
         raise ValueError(f"aggregation={aggregation!r} is unknown; allowed are {', '.join(map(repr, AGGREGATIONS))}.")
     check_not_prepared(model, "rank_layers", but_for="DDP")
@@ -107,7 +108,6 @@ def rank_layers(
         objective = make_objective(
             base, labels=labels, unit=unit, draws=draws, seed=seed, log_likelihood=log_likelihood
         )
-        share = (rank(), world_size())
         drawn = draw_batches(
             data,
             base,
@@ -115,27 +115,28 @@ def rank_layers(
             batch_size=batch_size,
             data_collator=data_collator,
             seed=seed,
-            share=share,
+            rank=rank(),
+            world_size=world_size(),
         )
         with same_random_numbers(base.parameters(), seed), torch.inference_mode(False):
             batches = list(drawn)
         record |= {"labels": labels if log_likelihood is None else "log_likelihood", "aggregation": aggregation}
-        record |= {"unit": unit, "draws": draws, "head_seeds": head_seeds}
-    request = ScoreRequest(base, layers.layers, batches, objective, aggregation, seed, engine, keep_inputs)
-    results = list(_score(request, chosen, head_seeds, progress))
+        record |= {"unit": unit, "draws": draws, "head_seeds": head_inits}
+    request = ScoreRequest(base, layers.layers, batches, objective, aggregation, seed, engine)
+    results = list(_score(request, chosen, head_inits, progress))
     ranking = _make_ranking(layers, results, record, seed)
     return gather(ranking)[0]  # the same on all processes, to the last bit
 
 
-def _score(request: ScoreRequest, score: Score, head_seeds: int, progress: bool) -> Iterator[LayerScores]:
-    if head_seeds < 0 or (head_seeds and not score.needs_data):
-        raise ValueError(f"head_seeds={head_seeds!r}; allowed are integers from 0 on, for scores that look at data.")
+def _score(request: ScoreRequest, score: Score, head_inits: int, progress: bool) -> Iterator[LayerScores]:
+    if head_inits < 0 or (head_inits and not score.needs_data):
+        raise ValueError(f"head_inits={head_inits!r}; allowed are integers from 0 on, for scores that look at data.")
     with _Bar(progress and rank() == 0) as bar:
         request = replace(request, progress=bar)
-        if not head_seeds:
+        if not head_inits:
             yield score.function(request)
-        for n in range(head_seeds):
-            with redrawn_head(request.model, request.seed + n):
+        for n in range(head_inits):
+            with reinitialized_head(request.model, request.seed + n):
                 yield score.function(request)
 
 
@@ -165,10 +166,10 @@ def _make_ranking(layers: Stack, results: Sequence[LayerScores], record: dict[st
     scores = torch.tensor([r.scores for r in results], dtype=torch.float64).mean(0).tolist()
     first = results[0]
     sure: Uncertainty | None = None
-    if first.shares is not None and first.counts is not None:
-        shares = torch.stack([r.shares for r in results if r.shares is not None]).mean(0)
+    if first.contributions is not None and first.counts is not None:
+        contributions = torch.stack([r.contributions for r in results if r.contributions is not None]).mean(0)
         by_sample = torch.tensor(first.samples).argsort()  # the same in a distributed run
-        sure = estimate_uncertainty(shares[:, by_sample], first.counts[by_sample], seed)
+        sure = estimate_uncertainty(contributions[:, by_sample], first.counts[by_sample], seed)
     taus = [kendall_tau(a.scores, b.scores) for a, b in combinations(results, 2)]
     return LayerRanking(
         stack=layers.name,

@@ -26,7 +26,7 @@ class LayerRanking:
         intervals: 95 % bootstrap interval of each score, if the score allows one.
         top_probability: For each layer the probability that it is among the best 1, 2, 3, ...
         split_half_tau: Kendall's tau between the orders that two halves of the samples give, on average.
-        head_tau: The same between the orders that two re-drawn heads give.
+        head_tau: The same between the orders that two freshly initialized heads give.
         record: How it was measured: score, its definition, samples, seed, model.
 
     Example:
@@ -142,7 +142,7 @@ class LayerRanking:
             ]
         if self.head_tau is not None:
             heads = self.record.get("head_seeds", "several")
-            lines += ["", f"{heads} re-drawn heads agree on the order with Kendall's tau {self.head_tau:.2f}."]
+            lines += ["", f"{heads} newly drawn heads agree on the order with Kendall's tau {self.head_tau:.2f}."]
         return "\n".join(lines)
 
     def _score_name(self) -> str:

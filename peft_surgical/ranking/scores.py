@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from peft_surgical.distributed import all_reduce, gather
 from peft_surgical.fisher.batches import Batch
-from peft_surgical.fisher.diagonal import layer_fisher
-from peft_surgical.fisher.log_likelihood import Objective
-from peft_surgical.fisher.measure import FisherTask, Progress, Runner, check_values
+from peft_surgical.fisher.engine import FisherTask, Progress, Runner
+from peft_surgical.fisher.measure import FisherMeasurement, layer_fisher
 from peft_surgical.fisher.model_state import untouched
-from peft_surgical.fisher.owners import layer_parameters
+from peft_surgical.fisher.objective import Objective
+from peft_surgical.fisher.sums import TensorFisher
+from peft_surgical.fisher.targets import layer_parameters
 from peft_surgical.layers import Layer
-from peft_surgical.ranking.aggregation import LayerScores, aggregate
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,6 @@ class ScoreRequest:
         aggregation: How a layer's entries become one number.
         seed: For whatever is random.
         engine: How the Fisher is computed.
-        keep_inputs: Where the layer-major engine keeps the inputs of the layers.
         progress: To be told how far it is.
     """
 
@@ -42,8 +42,26 @@ class ScoreRequest:
     aggregation: str = "frobenius"
     seed: int = 0
     engine: str = "auto"
-    keep_inputs: str = "device"
     progress: Progress = field(default_factory=Progress)
+
+
+@dataclass(frozen=True)
+class LayerScores:
+    """What a score function returns.
+
+    Args:
+        scores: One for each layer.
+        contributions: What each sample contributes, (L, N), if that is known: it tells how sure the scores are.
+        counts: What each sample adds to the divisor, (N,).
+        samples: The number of each sample in the draw.
+        record: Whatever else should be remembered.
+    """
+
+    scores: list[float]
+    contributions: Tensor | None = None
+    counts: Tensor | None = None
+    samples: list[int] = field(default_factory=list)
+    record: dict[str, Any] = field(default_factory=dict)
 
 
 ScoreFunction = Callable[[ScoreRequest], LayerScores]
@@ -121,19 +139,13 @@ def fisher(request: ScoreRequest) -> LayerScores:
 
     Lodha et al. 2023, "On Surgical Fine-tuning for Language Encoders", section 3.1, equation 1.
     """
-    assert request.objective is not None
+    r = request
+    assert r.objective is not None
     measurement = layer_fisher(
-        request.model,
-        request.layers,
-        request.batches,
-        request.objective,
-        diagonal=request.aggregation.startswith("frobenius"),
-        engine=request.engine,
-        seed=request.seed,
-        keep_inputs=request.keep_inputs,
-        progress=request.progress,
-    )
-    return aggregate(measurement, request.aggregation)
+        r.model, r.layers, r.batches, r.objective, diagonal=r.aggregation.startswith("frobenius"),
+        engine=r.engine, seed=r.seed, progress=r.progress,
+    )  # fmt: skip
+    return aggregate(measurement, r.aggregation)
 
 
 @register_score("last", needs_data=False)
@@ -236,8 +248,7 @@ def _mean_gradient_norms(request: ScoreRequest) -> list[tuple[float, float]]:
         for p in parameters:
             p.requires_grad_()
         for batch in request.batches:
-            values, counts = runner.rows(batch)
-            check_values(values, batch)
+            values, counts = runner.checked_rows(batch)
             grads = torch.autograd.grad(values.sum(), parameters, allow_unused=True)
             for t, g in zip(total, grads, strict=True):
                 if g is not None:
@@ -251,3 +262,38 @@ def _mean_gradient_norms(request: ScoreRequest) -> list[tuple[float, float]]:
 
 def _norm(tensors: Sequence[Tensor]) -> float:
     return sum(float(torch.linalg.vector_norm(t, dtype=torch.float64)) ** 2 for t in tensors) ** 0.5
+
+
+def aggregate(measurement: FisherMeasurement, aggregation: str) -> LayerScores:
+    """One number for each layer, and what each sample contributes to it.
+
+    Args:
+        measurement: The diagonal Fisher.
+        aggregation: `"frobenius"`: the norm over all entries of the layer (the paper's text).
+            `"frobenius_per_tensor"`: the sum of the norms of its tensors (the paper's code). `"trace"`: the sum over
+            all entries. `"mean"`: their mean.
+    """
+    pairs = [_aggregate_layer(list(layer.values()), aggregation) for layer in measurement.layers]
+    return LayerScores(
+        [score for score, _ in pairs],
+        torch.stack([contributions for _, contributions in pairs]),
+        measurement.counts,
+        measurement.samples,
+        {"engine": measurement.engine, "passes": measurement.passes},
+    )
+
+
+AGGREGATIONS = ("frobenius", "frobenius_per_tensor", "trace", "mean")
+
+
+def _aggregate_layer(tensors: Sequence[TensorFisher], aggregation: str) -> tuple[float, Tensor]:
+    contributions = torch.stack([t.contributions for t in tensors])
+    if aggregation == "frobenius":
+        norm = sum(t.norm**2 for t in tensors) ** 0.5
+        # |F| = sum_t <F_t, F_t> / |F|, and a tensor's contributions add up to <F_t, F_t> / |F_t|
+        factors = torch.tensor([t.norm / norm if norm else 0 for t in tensors], dtype=torch.float64)
+        return norm, factors @ contributions
+    if aggregation == "frobenius_per_tensor":
+        return sum(t.norm for t in tensors), contributions.sum(0)
+    divisor = sum(t.size for t in tensors) if aggregation == "mean" else 1
+    return sum(t.trace for t in tensors) / divisor, contributions.sum(0) / divisor

@@ -30,34 +30,33 @@ class Uncertainty:
     split_half_tau: float | None
 
 
-def estimate_uncertainty(shares: Tensor, counts: Tensor, seed: int = 0) -> Uncertainty:
+def estimate_uncertainty(contributions: Tensor, counts: Tensor, seed: int = 0) -> Uncertainty:
     """Draw samples anew, with replacement, and score the layers on each draw (the bootstrap).
 
     The scores of a draw are linear in the samples' multiplicities: exactly so for the trace and the mean, and to first
     order for the norms (`sums.py`).
 
     Args:
-        shares: What each sample contributes to each layer's score, (L, N). The score is `shares.sum(1) /
+        contributions: What each sample contributes to each layer's score, (L, N). The score is `contributions.sum(1) /
             counts.sum()`.
         counts: What each sample adds to the divisor, (N,).
         seed: Seed of the draws.
 
     Example:
 
-        >>> shares = torch.tensor([[1.0, 2.0, 3.0], [0.1, 0.2, 0.1]])
-        >>> estimate_uncertainty(shares, torch.ones(3)).top_probability
+        >>> contributions = torch.tensor([[1.0, 2.0, 3.0], [0.1, 0.2, 0.1]])
+        >>> estimate_uncertainty(contributions, torch.ones(3)).top_probability
         [[1.0, 1.0], [0.0, 1.0]]
     """
     generator = torch.Generator().manual_seed(seed)
-    shares, counts = shares.double().cpu(), counts.double().cpu()
-    scores = _resampled(shares, counts, generator)
+    contributions, counts = contributions.double().cpu(), counts.double().cpu()
+    scores = _resampled(contributions, counts, generator)
     tail = (1 - LEVEL) / 2
     low, high = torch.quantile(scores, torch.tensor([tail, 1 - tail], dtype=scores.dtype), dim=0)
     ranks = scores.argsort(dim=1, descending=True, stable=True).argsort(dim=1)
-    top = (ranks[:, :, None] < torch.arange(1, len(shares) + 1)).double().mean(0)
-    return Uncertainty(
-        list(zip(low.tolist(), high.tolist(), strict=True)), top.tolist(), _split_half(shares, counts, generator)
-    )
+    top = (ranks[:, :, None] < torch.arange(1, len(contributions) + 1)).double().mean(0)
+    intervals = list(zip(low.tolist(), high.tolist(), strict=True))
+    return Uncertainty(intervals, top.tolist(), _split_half(contributions, counts, generator))
 
 
 def kendall_tau(first: Sequence[float] | Tensor, second: Sequence[float] | Tensor) -> float:
@@ -81,21 +80,21 @@ def _kendall_taus(first: Tensor, second: Tensor) -> Tensor:
     return (agreement[0] * agreement[1]).sum((1, 2)) / (layers * (layers - 1))
 
 
-def _resampled(shares: Tensor, counts: Tensor, generator: torch.Generator) -> Tensor:
+def _resampled(contributions: Tensor, counts: Tensor, generator: torch.Generator) -> Tensor:
     """Scores, (replicates, L)."""
     samples = len(counts)
     drawn = torch.randint(samples, (REPLICATES, samples), generator=generator)
-    weights = torch.zeros(REPLICATES, samples, dtype=shares.dtype).scatter_add_(
+    weights = torch.zeros(REPLICATES, samples, dtype=contributions.dtype).scatter_add_(
         1, drawn, torch.ones_like(drawn).double()
     )
-    return (weights @ shares.T) / (weights @ counts).clamp_min(1e-300)[:, None]
+    return (weights @ contributions.T) / (weights @ counts).clamp_min(1e-300)[:, None]
 
 
-def _split_half(shares: Tensor, counts: Tensor, generator: torch.Generator) -> float | None:
+def _split_half(contributions: Tensor, counts: Tensor, generator: torch.Generator) -> float | None:
     samples = len(counts)
     if samples < 2:
         return None
     order = torch.rand(SPLITS, samples, generator=generator).argsort(1)
-    first = (order < samples // 2).to(shares.dtype)
-    scores = [half @ shares.T / (half @ counts).clamp_min(1e-300)[:, None] for half in (first, 1 - first)]
+    first = (order < samples // 2).to(contributions.dtype)
+    scores = [half @ contributions.T / (half @ counts).clamp_min(1e-300)[:, None] for half in (first, 1 - first)]
     return float(_kendall_taus(*scores).mean())

@@ -111,10 +111,10 @@ def test_lengths_are_known_where_padding_is_on_the_right():
 
 def test_processes_share_a_draw():
     whole = draw(ROWS, num_samples=7)
-    parts = [draw(ROWS, num_samples=7, share=(rank, 3)) for rank in range(3)]
+    parts = [draw(ROWS, num_samples=7, rank=rank, world_size=3) for rank in range(3)]
     assert sorted(i for part in parts for b in part for i in b.index) == sorted(i for b in whole for i in b.index)
     stream = DataLoader(_Counting(), batch_size=2, collate_fn=default_data_collator)
-    parts = [draw(stream, num_samples=7, share=(rank, 3)) for rank in range(3)]
+    parts = [draw(stream, num_samples=7, rank=rank, world_size=3) for rank in range(3)]
     seen = [int(n) for part in parts for b in part for n in b.inputs["input_ids"][:, 0]]
     assert sorted(seen) == list(range(7))
 

@@ -9,12 +9,12 @@ import torch
 from fisher_cases import assert_same_norms, case
 from torch import nn
 
-from peft_surgical.fisher import entries, hooks, sample_gradients
+from peft_surgical.fisher import contributions, gradients, listen
 from peft_surgical.fisher.batches import Batch
-from peft_surgical.fisher.diagonal import layer_fisher
-from peft_surgical.fisher.log_likelihood import make_objective
+from peft_surgical.fisher.measure import layer_fisher
+from peft_surgical.fisher.objective import make_objective
 from peft_surgical.layers import Layer
-from peft_surgical.ranking.aggregation import AGGREGATIONS, aggregate
+from peft_surgical.ranking.scores import AGGREGATIONS, aggregate
 
 
 STACKS = [(f, None) for f in tiny_models.FAMILIES if f not in tiny_models.SEQ2SEQ]
@@ -42,8 +42,6 @@ def measure(c, engine="hooks", **options):
 @pytest.mark.parametrize("engine", ["hooks", "layer_major"])
 @pytest.mark.parametrize(("family", "stack"), STACKS)
 def test_every_family_equals_the_oracle(family, stack, engine):
-    if (family, engine) == ("albert", "layer_major"):
-        pytest.skip("its layer is called many times; see test_layer_major_refuses_a_layer_that_is_called_twice")
     c = case(family, stack)
     assert_same_norms(measure(c, engine), c.squares(), LOOSE.get(family, 1e-12))
 
@@ -52,9 +50,9 @@ def test_every_family_equals_the_oracle(family, stack, engine):
 @pytest.mark.parametrize("engine", ["hooks", "layer_major"])
 @pytest.mark.parametrize(("family", "stack"), FOUR)
 def test_gradients_that_are_taken_up_together_as_on_a_gpu_are_the_same(family, stack, engine, together, monkeypatch):
-    for module in (entries, hooks, sample_gradients):
+    for module in (contributions, listen, gradients):
         monkeypatch.setattr(module, "on_cpu", lambda x: False)
-    for module in (entries, hooks):
+    for module in (contributions, listen):
         monkeypatch.setattr(module, "_TOGETHER", together)
     c = case(family, stack)
     assert_same_norms(measure(c, engine), c.squares(), 1e-12)
@@ -102,16 +100,16 @@ def test_exact_labels_take_one_backward_pass_fewer_than_classes():
 @pytest.mark.parametrize("draws", [1, 3])
 @pytest.mark.parametrize(("family", "stack"), FOUR)
 def test_sampled_labels_equal_the_oracle_with_the_same_labels(family, stack, draws, monkeypatch):
-    from peft_surgical.fisher import label_distributions
+    from peft_surgical.fisher import tasks
 
     drawn = []
-    original = label_distributions.Categorical.draw
+    original = tasks.Categorical.draw
 
     def draw(self, uniform):
         drawn.append(original(self, uniform))
         return drawn[-1]
 
-    monkeypatch.setattr(label_distributions.Categorical, "draw", draw)
+    monkeypatch.setattr(tasks.Categorical, "draw", draw)
     c = case(family, stack)
     found = measure(c, labels="sampled", draws=draws)
     assert len(drawn) == draws
@@ -146,13 +144,13 @@ def test_tokens_as_samples_equal_their_plain_definition():
 def test_what_each_sample_contributes_is_the_product_with_the_mean(engine, aggregation):
     c = case("bert", samples=6)
     found = aggregate(measure(c, engine, diagonal=aggregation == "frobenius"), aggregation)
-    for squares, shares, total in zip(c.squares(), found.shares, found.scores, strict=True):
+    for squares, by_sample, total in zip(c.squares(), found.contributions, found.scores, strict=True):
         flat = torch.cat([s.flatten(1) for s in squares.values()], 1)
         mean = flat.mean(0)
         exact = flat @ mean / mean.norm() if aggregation == "frobenius" else flat.sum(1)
-        assert shares.mean() == pytest.approx(total)
+        assert by_sample.mean() == pytest.approx(total)
         # tiny tensors are kept whole, so that nothing is estimated here
-        torch.testing.assert_close(shares, exact, rtol=1e-9, atol=0)
+        torch.testing.assert_close(by_sample, exact, rtol=1e-9, atol=0)
 
 
 def test_a_batch_is_no_average():
@@ -192,7 +190,7 @@ def test_padding_does_not_change_a_samples_contribution(family, side, engine):
         aggregate(layer_fisher(c.model, c.layers, [Batch(b, (0, 1, 2))], objective, engine=engine), "frobenius")
         for b in (whole, padded)
     ]
-    torch.testing.assert_close(scores[0].shares, scores[1].shares, rtol=1e-9, atol=0)
+    torch.testing.assert_close(scores[0].contributions, scores[1].contributions, rtol=1e-9, atol=0)
 
 
 def test_a_parameter_shared_within_a_layer_gets_its_summed_gradient_once():
@@ -209,9 +207,8 @@ def test_a_parameter_shared_between_layers_counts_for_the_first():
     c = case("bert")
     first, second = (layer.module.intermediate.dense for layer in c.layers[:2])
     second.weight = first.weight
-    assert_same_norms(measure(c), c.squares(), 1e-12)
-    with pytest.raises(ValueError, match=r"used in several layers.*engine='hooks'"):
-        measure(c, "layer_major")
+    for engine in ("hooks", "layer_major"):
+        assert_same_norms(measure(c, engine), c.squares(), 1e-12)
 
 
 def test_a_parameter_shared_with_the_embeddings_gets_both_gradients():
@@ -229,20 +226,7 @@ def test_a_parameter_shared_with_the_embeddings_gets_both_gradients():
     assert_same_norms(measure(c), c.squares(), 1e-12)
 
 
-def test_layer_major_refuses_a_layer_that_is_called_twice():
-    with pytest.raises(ValueError, match=r"called more than once.*engine='hooks'"):
-        measure(case("albert"), "layer_major")
-
-
-@pytest.mark.parametrize("keep", ["device", "cpu", "disk"])
-def test_layer_major_keeps_inputs_where_it_is_told(keep, tmp_path, monkeypatch):
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    c = case("t5", "decoder")
-    assert_same_norms(measure(c, "layer_major", keep_inputs=keep), c.squares(), 1e-12)
-    assert not list(tmp_path.iterdir())
-
-
-def test_layer_major_follows_what_is_computed_between_layers():
+def test_one_layer_at_a_time_follows_what_is_computed_between_layers():
     class Glued(nn.Module):
         """Layers with a scaling and a shortcut between them, and an output that reads all of them."""
 
@@ -267,13 +251,72 @@ def test_layer_major_follows_what_is_computed_between_layers():
     assert one == pytest.approx(other, rel=1e-12)
 
 
-def test_auto_takes_layers_one_at_a_time_when_their_sums_do_not_fit(monkeypatch):
-    c = case("bert")
-    assert measure(c, "auto").engine == "hooks"
-    needed = 8 * sum(p.numel() for layer in c.layers for p in layer.module.parameters())
-    monkeypatch.setattr("peft_surgical.fisher.diagonal.free_bytes", lambda device: needed)
-    assert measure(c, "auto").engine == "layer_major"
-    assert measure(c, "auto", diagonal=False).engine == "hooks"
+@pytest.mark.parametrize(("room", "passes"), [(99.0, 1), (3.5, 2), (1.5, 4), (0.0, 4)])
+@pytest.mark.parametrize("labels", ["given", "exact"])
+def test_auto_takes_as_many_layers_at_a_time_as_fit_with_the_same_scores_to_the_bit(room, passes, labels, monkeypatch):
+    c = case("bert", num_labels=3)
+    whole = aggregate(measure(c, "hooks", labels=labels), "frobenius")
+    one = 8 * sum(p.numel() for p in c.layers[0].module.parameters())
+    monkeypatch.setattr("peft_surgical.fisher.measure.free_bytes", lambda device: 2 * room * one)
+    found = measure(c, "auto", labels=labels)
+    assert (found.engine, found.passes) == ("hooks", passes)
+    scores = aggregate(found, "frobenius")
+    assert scores.scores == whole.scores
+    assert torch.equal(scores.contributions, whole.contributions)
+    assert (scores.samples, scores.counts.tolist()) == (whole.samples, whole.counts.tolist())
+    assert measure(c, "auto", diagonal=False).passes == 1
+
+
+@pytest.mark.parametrize("family", ["bert", "gpt2", "llama", "mixtral", "albert"])
+def test_one_layer_at_a_time_gives_the_same_scores_to_the_bit(family):
+    c = case(family, dtype=torch.float32)
+    whole, single = (aggregate(measure(c, engine), "frobenius") for engine in ("hooks", "layer_major"))
+    assert single.record["passes"] == len(c.layers)
+    assert single.scores == whole.scores
+
+
+def test_a_pass_keeps_sums_of_its_own_layers_alone(monkeypatch):
+    from peft_surgical.fisher.sums import LayerSums
+
+    c, alive = case("bert"), []
+    original = LayerSums.results
+
+    def results(self, count):
+        mine = {id(p) for group in self.parameters for p in group.values()}
+        alive.append([total.sum is not None for key, total in self.by_id.items() if key in mine])
+        assert set(self.by_id) == mine
+        return original(self, count)
+
+    monkeypatch.setattr(LayerSums, "results", results)
+    measure(c, "layer_major")
+    assert len(alive) == len(c.layers)
+    assert all(any(group) for group in alive)
+
+
+def test_layers_that_nothing_depends_on_have_no_score_of_their_own_in_any_engine():
+    class Early(nn.Module):
+        """Reads what the second of three layers gives."""
+
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(3))
+
+        def forward(self, x):
+            states = [x]
+            for layer in self.layers:
+                states.append(layer(states[-1]).tanh())
+            return states[2]
+
+    model = Early().double()
+    batch = Batch({"x": torch.randn(4, 3, dtype=torch.float64), "labels": torch.tensor([0, 1, 2, 1])}, (0, 1, 2, 3))
+    layers = [Layer("layers", i, f"layers.{i}", m) for i, m in enumerate(model.layers)]
+    scores = [
+        aggregate(layer_fisher(model, layers, [batch], make_objective(model), engine=engine), "frobenius").scores
+        for engine in ("loop", "hooks", "layer_major")
+    ]
+    assert scores[0][2] == 0 < min(scores[0][:2])
+    assert scores[1] == pytest.approx(scores[0], rel=1e-12)
+    assert scores[2] == scores[1]
 
 
 def test_a_trace_takes_no_memory_of_the_size_of_the_layers(monkeypatch):

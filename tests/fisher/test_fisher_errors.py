@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from peft_surgical.fisher.batches import Batch
-from peft_surgical.fisher.diagonal import layer_fisher
-from peft_surgical.fisher.log_likelihood import make_objective
+from peft_surgical.fisher.measure import layer_fisher
+from peft_surgical.fisher.objective import make_objective
 from peft_surgical.layers import Layer
 
 

@@ -14,19 +14,19 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.t5.modeling_t5 import T5LayerNorm
 from transformers.pytorch_utils import Conv1D
 
-from peft_surgical.fisher import local as fisher_local
+from peft_surgical.fisher import recompute
 from peft_surgical.fisher.batches import Batch
-from peft_surgical.fisher.diagonal import layer_fisher
-from peft_surgical.fisher.log_likelihood import make_objective
-from peft_surgical.fisher.pending_squares import PendingSquares
-from peft_surgical.fisher.rules import RULES, find_rule, gain, register_rule, rms_norm, try_gain
-from peft_surgical.fisher.sample_gradients import (
+from peft_surgical.fisher.gradients import (
     DenseGradients,
     ProductGradients,
     RowGradients,
     SummedGradients,
     join,
 )
+from peft_surgical.fisher.measure import layer_fisher
+from peft_surgical.fisher.objective import make_objective
+from peft_surgical.fisher.rules import RULES, find_rule, gain, register_rule, rms_norm, try_gain
+from peft_surgical.fisher.squares import SquareQueue
 from peft_surgical.fisher.sums import new_sum
 from peft_surgical.layers import Layer
 
@@ -60,9 +60,9 @@ def check(module: nn.Module, x: torch.Tensor, tolerance: float = 1e-9) -> None:
         assert tuple(gradients.shape) == tuple(expected.shape[1:])
         close(gradients.dense(0, len(x)).view_as(expected), expected, tolerance)
         close(gradients.squared_norms(), expected.flatten(1).square().sum(1), tolerance)
-        out, pending = new_sum(gradients), PendingSquares()
-        gradients.add_squares(out, pending)
-        pending.flush()
+        out, queue = new_sum(gradients), SquareQueue()
+        gradients.add_squares(out, queue)
+        queue.flush()
         close(out.flatten(), expected.square().sum(0).flatten(), tolerance)
         index = torch.randint(expected[0].numel(), (5,))
         close(gradients.at(*places(index, out)), expected.flatten(1)[:, index], tolerance)
@@ -281,9 +281,9 @@ def test_uses_of_a_parameter_add_up_before_they_are_squared(n, t, o, i, kinds):
     joined = join(terms)
     close(joined.dense(0, n), total, 1e-9)
     close(joined.squared_norms(), total.flatten(1).square().sum(1), 1e-9)
-    out, pending = new_sum(joined), PendingSquares()
-    joined.add_squares(out, pending)
-    pending.flush()
+    out, queue = new_sum(joined), SquareQueue()
+    joined.add_squares(out, queue)
+    queue.flush()
     close(out, total.square().sum(0), 1e-9)
     index = torch.randint(o * i, (4,))
     close(joined.at(*places(index, out)), total.flatten(1)[:, index], 1e-9)
@@ -401,7 +401,7 @@ def test_what_cannot_be_vmapped_goes_one_sample_at_a_time_and_says_so(caplog):
         def forward(self, x):
             return torch.cat([Branching.forward(self, one[None]) for one in x])
 
-    fisher_local._not_vmappable.clear()
+    recompute._not_vmappable.clear()
     with caplog.at_level(logging.INFO, logger="peft_surgical"):
         compare(Model(PerSample()), data(4, 3, 4))
     assert "PerSample has no rule" in caplog.text
@@ -447,6 +447,68 @@ def test_a_subclass_that_computes_otherwise_does_not_get_the_rule_of_its_parent(
             return super().forward(x) + 0
 
     compare(Model(Doubled(4, 4), Same(4, 4)), data(5, 3, 4))
+
+
+def test_of_a_class_with_settings_each_module_is_tried_by_itself():
+    class Scaled(nn.Linear):
+        def __init__(self, factor):
+            super().__init__(4, 4)
+            self.factor = factor
+
+        def forward(self, x):
+            return self.factor * super().forward(x)
+
+    compare(Model(Scaled(1), Scaled(3)), data(5, 3, 4))  # the rule of its parent is right for the first alone
+
+
+class Number(nn.Module):
+    """Owns a single number, without dimensions."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x):
+        return x * self.scale
+
+
+class NumberOut(nn.Module):
+    """A child returns a single number that all samples share."""
+
+    class Inner(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.tensor(0.5))
+
+        def forward(self, x):
+            return self.scale.exp()
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.inner = nn.Linear(4, 4), self.Inner()
+
+    def forward(self, x):
+        return self.linear(x) * self.inner(x)
+
+
+@pytest.mark.parametrize("samples", [1, 2, 5])
+@pytest.mark.parametrize("cls", [Number, NumberOut])
+def test_a_parameter_without_dimensions_is_measured(cls, samples):
+    model, x = Model(cls(), cls()).double(), data(samples, 3, 4)
+    compare(model, x)
+    batch = Batch({"x": x, "labels": torch.arange(samples) % 2}, tuple(range(samples)))
+    layers = [Layer("layers", n, f"layers.{n}", m) for n, m in enumerate(model.layers)]
+    objective = make_objective(model)
+    traces = [
+        [
+            t.trace
+            for one in layer_fisher(model, layers, [batch], objective, engine=e, diagonal=d).layers
+            for t in one.values()
+        ]
+        for e, d in (("loop", True), ("loop", False), ("hooks", False))
+    ]
+    assert traces[1] == pytest.approx(traces[0], rel=1e-9)
+    assert traces[2] == pytest.approx(traces[0], rel=1e-9)
 
 
 def test_a_registered_rule_is_used():

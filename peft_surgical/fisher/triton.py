@@ -1,4 +1,4 @@
-"""The Triton kernels of `kernel` and their launch. Importing this file needs Triton, so only that file does."""
+"""The Triton kernels of `squares.py` and their launch. Importing this file needs Triton, so only that file does."""
 
 from __future__ import annotations
 
@@ -31,8 +31,9 @@ TILINGS = {
 """By the bytes of an operand, and whether the copy engine fetches it (`benchmarks/fisher/tilings.py`). The larger the
 tile, the less is read; the largest keeps some of its sums in local memory and is the fastest all the same."""
 
-DOTS = {"fp32x3": "bf16x3", "tf32": "tf32"}
-"""What Triton calls the ways to multiply float32 operands."""
+FLOAT32_PRODUCTS = "bf16x3"
+"""What Triton calls the way to multiply float32 operands: each as the sum of two bfloat16 numbers, with an error of
+1e-6. TF32 cuts digits off instead of rounding, so that the errors add up (1e-3); bfloat16 is faster (5e-4)."""
 
 TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
@@ -48,7 +49,6 @@ def _squared_products(
     DOT: tl.constexpr,
     BULK: tl.constexpr,
     ALIGNED: tl.constexpr,
-    NORM: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     TOKENS: tl.constexpr,
@@ -57,8 +57,7 @@ def _squared_products(
 
     A program owns its tile, walks over all samples, and squares in registers, so no per-sample value is ever written
     and every sum has a fixed order. Jobs that share N, T and LENGTHS fill one grid; each has an OUT of its own, and
-    OWNERS tells the job of each tile. With BULK the copy engine of a Hopper or later card fetches the operands. With
-    NORM the tile is not written, only the sum of the squares of its entries, to OUT[tile].
+    OWNERS tells the job of each tile. With BULK the copy engine of a Hopper or later card fetches the operands.
     """
     job = JOBS + tl.load(OWNERS + tl.program_id(0)) * 9
     g_start = tl.load(job + 0).to(tl.pointer_type(OPERAND))
@@ -108,12 +107,9 @@ def _squared_products(
         n, start = tl.where(is_last, n + 1, n), tl.where(is_last, 0, start)
         length = min(tl.load(LENGTHS + min(n, N - 1)), T)
 
-    if NORM:
-        tl.store(out + tile, tl.sum(total * total))
-    else:
-        inside = (o < height)[:, None] & (i < width)[None, :]
-        place = out + o[:, None] * out_stride + i[None, :]
-        tl.store(place, tl.load(place, mask=inside) + total, mask=inside)
+    inside = (o < height)[:, None] & (i < width)[None, :]
+    place = out + o[:, None] * out_stride + i[None, :]
+    tl.store(place, tl.load(place, mask=inside) + total, mask=inside)
 
 
 class Kind(NamedTuple):
@@ -144,8 +140,8 @@ class Job(NamedTuple):
     tiles: int
 
 
-def make_job(out: Tensor | None, grad_outputs: Tensor, inputs: Tensor, lengths: Tensor | None) -> tuple[Job, Kind]:
-    """Bring a product into the form that the kernel reads. Without `out` it is one for the norm.
+def make_job(out: Tensor, grad_outputs: Tensor, inputs: Tensor, lengths: Tensor | None) -> tuple[Job, Kind]:
+    """Bring a product into the form that the kernel reads.
 
     Args:
         out: The sum so far, (O, I) float32, the entries of a row side by side.
@@ -161,16 +157,12 @@ def make_job(out: Tensor | None, grad_outputs: Tensor, inputs: Tensor, lengths: 
     tiles = math.ceil(height / rows) * math.ceil(width / columns)
     if lengths is None:
         lengths = _full_lengths(samples, tokens, device)
-    aligned = (height | width | strides | places) % 16 == 0
-    if out is None:
-        out = torch.empty(tiles, dtype=torch.float32, device=device)
-    else:
-        aligned = aligned and (out.data_ptr() | out.stride(0)) % 16 == 0
+    aligned = (height | width | strides | places | out.data_ptr() | out.stride(0)) % 16 == 0
     kind = Kind(samples, tokens, lengths.data_ptr(), g.dtype, bulk, aligned, device)
     return Job(out, g, a, lengths, (height, width), tiles), kind
 
 
-def launch(jobs: list[Job], kind: Kind, precision: str, norm: bool = False) -> None:
+def launch(jobs: list[Job], kind: Kind) -> None:
     """Run jobs of one kind in one grid."""
     table, first = [], 0
     for job in jobs:
@@ -179,7 +171,7 @@ def launch(jobs: list[Job], kind: Kind, precision: str, norm: bool = False) -> N
         table.append((g.data_ptr(), a.data_ptr(), out.data_ptr(), *job.shape, *strides, first))
         first += job.tiles
     rows, columns, tokens, warps, stages = kind.tiling
-    dot = DOTS[precision] if kind.operand == torch.float32 else "tf32"  # which says nothing of shorter types
+    dot = FLOAT32_PRODUCTS if kind.operand == torch.float32 else "tf32"  # shorter types ignore it
 
     def run() -> None:
         if kind.bulk:
@@ -187,7 +179,7 @@ def launch(jobs: list[Job], kind: Kind, precision: str, norm: bool = False) -> N
         _squared_products[(first,)](
             _upload(torch.tensor(table), kind.device), _tile_owners(tuple(job.tiles for job in jobs), kind.device),
             jobs[0].lengths, kind.samples, kind.tokens, OPERAND=TYPES[kind.operand], DOT=dot,
-            BULK=kind.bulk, ALIGNED=kind.aligned, NORM=norm, ROWS=rows, COLUMNS=columns, TOKENS=tokens,
+            BULK=kind.bulk, ALIGNED=kind.aligned, ROWS=rows, COLUMNS=columns, TOKENS=tokens,
             num_warps=warps, num_stages=stages,
         )  # fmt: skip
 

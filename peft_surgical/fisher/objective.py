@@ -1,9 +1,8 @@
 """What is differentiated: log p(y|x) of each sample, for the tasks that transformers has heads for.
 
-A model's outputs are read (`task_outputs.py`) as a *distribution* over label slots (`label_distributions.py`): one
-slot for a class, one for each token of a text, two for a span. From it come the rows of an *objective*, a tensor (K,
-N): the sum over its K rows of the squared gradients is what sample n adds to the diagonal Fisher (Lodha et al. 2023,
-equation 1).
+A model's outputs are read (`tasks.py`) as a *distribution* over label slots: one slot for a class, one for each token
+of a text, two for a span. From it come the rows of an *objective*, a tensor (K, N): the sum over its K rows of the
+squared gradients is what sample n adds to the diagonal Fisher (Lodha et al. 2023, equation 1).
 
 - given: log p(y|x) of the sample's own label, K = 1.
 - sampled: log p(y|x) of D labels drawn from the model, each divided by sqrt(D), K = D.
@@ -23,8 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from peft_surgical.fisher.batches import Batch
-from peft_surgical.fisher.label_distributions import IGNORED, Distribution
-from peft_surgical.fisher.task_outputs import TaskReader, find_reader
+from peft_surgical.fisher.tasks import IGNORED, Distribution, TaskReader, find_reader
 from peft_surgical.layers import unwrap
 
 
@@ -33,6 +31,12 @@ UNITS = ("sequence", "token")
 
 MAX_EXACT_ROWS = 128
 """Backward passes to a batch up to which exact labels are computed."""
+
+
+NO_GRADIENT = (
+    "No layer gets a gradient: what is differentiated does not depend on the layers. Look for a detach() or a "
+    "no_grad() between them and the outputs."
+)
 
 
 class Rows(NamedTuple):
@@ -186,6 +190,21 @@ class _UserObjective:
                 f"each, of shape ({len(batch)},), not their sum or mean."
             )
         return Rows(values[None], torch.ones(len(batch)))
+
+
+def check_values(values: Tensor, batch: Batch) -> None:
+    """Check what is differentiated.
+
+    Raises:
+        ValueError: A value is not finite.
+    """
+    bad = ~torch.isfinite(values.detach()).all(0)
+    if bad.any():
+        sample = batch.index[int(bad.nonzero()[0])]
+        raise ValueError(
+            f"The log-likelihood of sample {sample} of the draw is not finite. Look at its inputs and labels, or "
+            "measure in float32."
+        )
 
 
 def _valid(distribution: Distribution, labels: Tensor | None, batch: Batch) -> Tensor:

@@ -14,8 +14,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from peft_surgical.fisher.kernel import on_cpu, sum_type
-from peft_surgical.fisher.pending_squares import PendingSquares
+from peft_surgical.fisher.squares import SquareQueue, on_cpu, sum_type
 
 
 _CHUNK_ELEMENTS = 2**22
@@ -63,14 +62,14 @@ class SampleGradients(ABC):
     def at(self, rows: Tensor, columns: Tensor) -> Tensor:
         """The gradients at some entries, (N, M), of the parameter as a matrix: M rows and columns."""
 
-    def add_squares(self, out: Tensor, pending: PendingSquares) -> None:
+    def add_squares(self, out: Tensor, queue: SquareQueue) -> None:
         """Add the sum over samples of the squared gradients to `out`, which has the parameter's shape as a matrix."""
         for part in self._parts():
             out.add_(part.to(out.dtype).square_().sum(0).view_as(out))
 
     def squared_norms(self) -> Tensor:
         """The squared norm of each sample's gradient, (N,)."""
-        return torch.cat([_wide(part).flatten(1).square().sum(1) for part in self._parts()])
+        return torch.cat([_wide(part).reshape(len(part), -1).square().sum(1) for part in self._parts()])
 
     def _parts(self):
         step = max(1, _CHUNK_ELEMENTS // max(1, prod(self.shape)))
@@ -93,9 +92,9 @@ class DenseGradients(SampleGradients):
     def dense(self, first: int, stop: int) -> Tensor:
         return self.gradients[first:stop]
 
-    def add_squares(self, out: Tensor, pending: PendingSquares, then: Callable[[Tensor], None] | None = None) -> None:
-        """See `PendingSquares.add_gradients` for `then`."""
-        pending.add_gradients(out, self.gradients.reshape(self.samples, *out.shape), then)
+    def add_squares(self, out: Tensor, queue: SquareQueue, then: Callable[[Tensor], None] | None = None) -> None:
+        """See `SquareQueue.add_gradients` for `then`."""
+        queue.add_gradients(out, self.gradients, then)
 
     def at(self, rows: Tensor, columns: Tensor) -> Tensor:
         return self.gradients.flatten(1)[:, rows * self.sum_shape[-1] + columns]
@@ -124,8 +123,8 @@ class ProductGradients(SampleGradients):
         left, right = _wide(self.left[first:stop]), _wide(self.right[first:stop])
         return (left.transpose(1, 2) @ right).view(-1, *self.shape)
 
-    def add_squares(self, out: Tensor, pending: PendingSquares) -> None:
-        pending.add_products(out, self.left, self.right, self.lengths)
+    def add_squares(self, out: Tensor, queue: SquareQueue) -> None:
+        queue.add_products(out, self.left, self.right, self.lengths)
 
     def squared_norms(self) -> Tensor:
         tokens, rows, columns = self.left.shape[1], self.left.shape[2], self.right.shape[2]
@@ -167,7 +166,7 @@ class RowGradients(SampleGradients):
         out = gradients.new_zeros(stop - first, *self.shape)
         return out.scatter_add_(1, rows[..., None].expand_as(gradients), gradients)
 
-    def add_squares(self, out: Tensor, pending: PendingSquares) -> None:
+    def add_squares(self, out: Tensor, queue: SquareQueue) -> None:
         rows, sums = self._sums()
         out.index_add_(0, rows % self.shape[0], sums.to(out.dtype).square_())
 

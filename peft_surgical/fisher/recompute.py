@@ -1,4 +1,4 @@
-"""Gradients of single samples for modules without a rule: compute the module again, for each sample by itself.
+"""Gradients of single samples for modules without a rule: the module is computed again, for each sample by itself.
 
 The module is small, its inputs are known, and so is the gradient at its outputs: `vmap` over the samples of a
 vector-Jacobian product is all that is needed. Where a module cannot be vmapped (its control flow depends on data, as
@@ -15,7 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vjp, vmap
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from peft_surgical.compat import TreeSpec, tree_unflatten
+from peft_surgical.fisher.calls import float_tensors, samples_first
 
 
 logger = logging.getLogger(__name__)
@@ -61,8 +63,8 @@ def local_gradients(
     if any(v.is_meta or not v.is_floating_point() for v in values.values()):
         raise ValueError(
             f"{type(module).__name__} has no rule for its gradients, and its weights are offloaded or quantised, so "
-            "that "
-            "it cannot be computed again for each sample. Load it whole, or add a rule with register_rule."
+            "that it cannot be computed again for each sample. Load it whole, or add a rule with "
+            "peft_surgical.fisher.register_rule."
         )
     step = max(1, _CHUNK_ELEMENTS // max(1, sum(v.numel() for v in values.values())))
     for first in range(0, samples, step):
@@ -97,11 +99,11 @@ def _vmapped(
     total: dict[str, Tensor] = {}
     for call in calls:
         inputs = [
-            x if axis is None else _samples_first(x, axis, samples)[chunk]
+            x if axis is None else samples_first(x, axis, samples)[chunk]
             for x, axis in zip(call.inputs, call.input_axes, strict=True)
         ]
         which = list(call.gradients)
-        grads = [_samples_first(call.gradients[i], call.output_axes[i] or 0, samples)[chunk] for i in which]
+        grads = [samples_first(call.gradients[i], call.output_axes[i], samples)[chunk] for i in which]
         split = [i for i, axis in enumerate(call.input_axes) if axis is not None]
 
         def one_sample(sliced, grads, call=call, inputs=inputs, split=split, which=which):
@@ -123,13 +125,13 @@ def _single(
     leaves = {name: v.detach().requires_grad_() for name, v in values.items()}
     for call in calls:
         own = [
-            x if axis is None else _samples_first(x, axis, samples)[n]
+            x if axis is None else samples_first(x, axis, samples)[n]
             for x, axis in zip(call.inputs, call.input_axes, strict=True)
         ]
         with torch.enable_grad():
             outputs = _outputs(module, leaves, own, call.spec)
         pairs = [
-            (outputs[i], _samples_first(g, call.output_axes[i] or 0, samples)[n])
+            (outputs[i], samples_first(g, call.output_axes[i], samples)[n])
             for i, g in call.gradients.items()
             if outputs[i].requires_grad
         ]
@@ -147,13 +149,3 @@ def _single(
 def _outputs(module: nn.Module, values: Mapping[str, Tensor], inputs: list[Any], spec: TreeSpec) -> list[Tensor]:
     args, kwargs = tree_unflatten(inputs, spec)
     return float_tensors(functional_call(module, dict(values), args, kwargs))
-
-
-def float_tensors(tree: Any) -> list[Tensor]:
-    """The floating-point tensors in nested tuples, lists, dicts and model outputs, in order."""
-    return [x for x in tree_flatten(tree)[0] if isinstance(x, Tensor) and x.is_floating_point()]
-
-
-def _samples_first(x: Tensor, axis: int, samples: int) -> Tensor:
-    """(N, ...): each entry has the shape that the module would see in a batch of one sample."""
-    return x.unflatten(axis, (samples, -1)).movedim(axis, 0)

@@ -14,9 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from peft_surgical.fisher.kernel import on_cpu, sum_type
-from peft_surgical.fisher.pending_squares import PendingSquares
-from peft_surgical.fisher.sample_gradients import SampleGradients
+from peft_surgical.fisher.gradients import SampleGradients
+from peft_surgical.fisher.squares import SquareQueue, on_cpu, sum_type
 
 
 ENTRIES = 128
@@ -186,7 +185,7 @@ class EntryKeeper:
         self._entries = 0
 
     def keep(
-        self, kept: KeptEntries, first: int, gradients: SampleGradients, total: Tensor, pending: PendingSquares
+        self, kept: KeptEntries, first: int, gradients: SampleGradients, total: Tensor, queue: SquareQueue
     ) -> None:
         """Keep some entries.
 
@@ -195,7 +194,7 @@ class EntryKeeper:
             first: The number of the first sample.
             gradients: The gradients; they must not change before `flush`.
             total: The sum of squares that the entries are chosen by.
-            pending: What still has to be added to it.
+            queue: What still has to be added to it.
         """
         if not kept.chosen and gradients.size <= _WHOLE:
             kept.choose(None)
@@ -205,7 +204,7 @@ class EntryKeeper:
         self._waiting.append(_Waiting(kept, first, gradients, total))
         self._entries += gradients.size
         if on_cpu(total) or self._entries >= _TOGETHER:
-            pending.flush()
+            queue.flush()
             self.flush()
 
     def flush(self) -> None:

@@ -15,9 +15,9 @@ from torch import nn
 
 from peft_surgical import rank_layers
 from peft_surgical.fisher.batches import Batch
-from peft_surgical.fisher.diagonal import layer_fisher
-from peft_surgical.fisher.label_distributions import Bernoulli, Categorical, Gaussian, class_factors
-from peft_surgical.fisher.log_likelihood import make_objective, uniform_numbers
+from peft_surgical.fisher.measure import layer_fisher
+from peft_surgical.fisher.objective import make_objective, uniform_numbers
+from peft_surgical.fisher.tasks import Bernoulli, Categorical, Gaussian, class_factors
 from peft_surgical.layers import resolve_layers
 
 
@@ -100,7 +100,8 @@ def test_texts_have_the_likelihood_of_all_their_tokens(family):
     if family != "gpt2":
         inputs["labels"][1, 3:] = -100
     batch = Batch(inputs, tuple(range(4)))
-    from peft_surgical.fisher.measure import Runner, model_inputs
+    from peft_surgical.fisher.batches import model_inputs
+    from peft_surgical.fisher.engine import Runner
 
     assert "labels" not in model_inputs(model, batch, {"input_ids", "labels", "decoder_input_ids"})
     task = type("Task", (), {"model": model, "objective": make_objective(model)})

@@ -1,0 +1,300 @@
+"""The engines: hooks, for many layers in one backward pass, and a loop over samples by plain autograd."""
+
+from __future__ import annotations
+
+import logging
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from peft_surgical.distributed import gather, on_all_ranks
+from peft_surgical.fisher.batches import Batch, PaddingLengths, forward_names, model_inputs
+from peft_surgical.fisher.contributions import Generators
+from peft_surgical.fisher.gradients import DenseGradients
+from peft_surgical.fisher.listen import GradientListener, NotFinite, UnevenSamples
+from peft_surgical.fisher.objective import NO_GRADIENT, Objective, Rows, check_values
+from peft_surgical.fisher.squares import SquareQueue
+from peft_surgical.fisher.sums import LayerSums, TensorFisher
+from peft_surgical.fisher.targets import (
+    CannotTellSamplesApart,
+    HookTarget,
+    find_owners,
+    find_targets,
+    layer_parameters,
+)
+from peft_surgical.layers import Layer
+
+
+logger = logging.getLogger(__name__)
+
+
+class Progress:
+    """Hears how far a measurement is. This one does nothing."""
+
+    def expect(self, steps: int, unit: str) -> None:
+        """There will be so many steps."""
+
+    def advance(self, steps: int) -> None:
+        """So many steps more are done."""
+
+
+@dataclass(frozen=True)
+class FisherTask:
+    """What is to be measured.
+
+    Args:
+        model: The base model.
+        layers: The layers.
+        objective: What is differentiated.
+        diagonal: Whether the norm of the diagonal is wanted, or only its trace.
+        contributions: Whether to estimate what each sample contributes to the norm.
+        seed: Seed of that estimate.
+    """
+
+    model: nn.Module
+    layers: Sequence[Layer]
+    objective: Objective
+    diagonal: bool = True
+    contributions: bool = True
+    seed: int = 0
+
+    @cached_property
+    def parameters(self) -> list[dict[str, nn.Parameter]]:
+        """The parameters of each layer, by name. An offloaded module has others after each call."""
+        return layer_parameters(self.layers)
+
+
+class Runner:
+    """Runs a model on batches.
+
+    Args:
+        task: What is measured.
+    """
+
+    def __init__(self, task: FisherTask):
+        self.model, self.objective = task.model, task.objective
+        self.names = forward_names(task.model)
+        self.device = next((p.device for p in task.model.parameters() if not p.is_meta), torch.device("cpu"))
+
+    def forward(self, batch: Batch) -> Any:
+        """The model's outputs."""
+        return self.model(**model_inputs(self.model, batch.to(self.device), self.names))
+
+    def rows(self, batch: Batch) -> Rows:
+        """What is to be differentiated, whether it depends on the layers or not."""
+        batch = batch.to(self.device)
+        return self.objective(self.forward(batch), batch)
+
+    def checked_rows(self, batch: Batch) -> Rows:
+        """The same, where it is finite and depends on the layers.
+
+        Raises:
+            ValueError: It is not or does not.
+        """
+        rows = self.rows(batch)
+        check_values(rows.values, batch)
+        if not rows.values.requires_grad:
+            raise ValueError(NO_GRADIENT)
+        return rows
+
+
+class Engine(ABC):
+    """Goes through the samples, once for each group of layers.
+
+    Args:
+        task: What is measured.
+        batches: The samples.
+
+    Attributes:
+        samples: The number of each sample in the draw, of all processes.
+        counts: What each of them adds to the divisor, (N,) float64.
+    """
+
+    name = ""
+
+    def __init__(self, task: FisherTask, batches: Sequence[Batch]):
+        self.task, self.batches, self.runner = task, batches, Runner(task)
+        self.got_gradient = False
+        self.samples: list[int] = []
+        self.counts = torch.zeros(0, dtype=torch.float64)
+
+    def measure(self, groups: Sequence[Sequence[int]], progress: Progress) -> list[dict[str, TensorFisher]]:
+        """For each layer the diagonal Fisher of its parameters, the mean over the samples of all processes.
+
+        Args:
+            groups: The numbers of the layers that are measured in each pass over the samples.
+            progress: Hears how far it is.
+        """
+        progress.expect(len(groups) * sum(len(batch) for batch in self.batches), " samples")
+        generators = Generators(self.task.seed) if self.task.contributions else None
+        found: dict[int, dict[str, TensorFisher]] = {}
+        for group in groups:
+            sums = LayerSums([self.task.parameters[n] for n in group], self.task.diagonal, generators)
+            on_all_ranks(partial(self._go_through, sums, progress))
+            self._gather_samples()
+            found |= zip(group, sums.results(float(self.counts.sum())), strict=True)
+            on_all_ranks(self.check)
+        if not any(gather(self.got_gradient)):
+            raise ValueError(NO_GRADIENT)
+        return [found[number] for number in range(len(found))]
+
+    def _go_through(self, sums: LayerSums, progress: Progress) -> None:
+        self._seen: list[tuple[Batch, Tensor]] = []
+        for batch in self.batches:
+            self.add(batch, sums)
+            progress.advance(len(batch))
+
+    def _gather_samples(self) -> None:
+        index = [number for batch, _ in self._seen for number in batch.index]
+        counts = [count for _, counts in self._seen for count in counts.tolist()]
+        parts = gather((index, counts))
+        self.samples = [number for index, _ in parts for number in index]
+        self.counts = torch.tensor([count for _, counts in parts for count in counts], dtype=torch.float64)
+        if not self.samples:
+            raise ValueError("There are no samples. Give data that are not empty.")
+
+    @abstractmethod
+    def add(self, batch: Batch, sums: LayerSums) -> None:
+        """Add a batch to the sums, and note its samples."""
+
+    def check(self) -> None:  # noqa: B027  most engines leave nothing
+        """Check the gradients of the last batch, which may wait for the results.
+
+        Raises:
+            ValueError: One is not finite.
+        """
+
+
+class HookEngine(Engine):
+    """One forward pass to a batch, and a backward pass for each row of the objective."""
+
+    name = "hooks"
+
+    def __init__(self, task: FisherTask, batches: Sequence[Batch]):
+        super().__init__(task, batches)
+        self.targets = HookTargets(task, self.runner, batches)
+        self.padding = PaddingLengths(task.model, self.runner.device)
+        self._unchecked: tuple[Batch, LayerSums, list[Tensor]] | None = None
+
+    def add(self, batch: Batch, sums: LayerSums) -> None:
+        try:
+            self._add(batch, sums)
+        except (CannotTellSamplesApart, UnevenSamples) as error:
+            logger.info("Samples cannot be told apart in %s: they are taken one at a time.", error)
+            for n in range(len(batch)):
+                self._add(batch.select(n, n + 1), sums)
+
+    def _add(self, batch: Batch, sums: LayerSums, checked: bool = False) -> None:
+        with GradientListener(self.targets.find(batch, sums.by_id), sums.by_id, checked=checked) as listener:
+            listener.start(len(batch), *self.padding.find(batch))
+            values, counts = self.runner.rows(batch)
+            sums.start(len(batch))
+            seen = [values.detach()]
+            # of some groups of layers nothing depends, as of those above the one that is read
+            for k, row in enumerate(values if values.requires_grad else ()):
+                torch.autograd.backward(row.sum(), retain_graph=k + 1 < len(values))
+                seen += listener.take_gradients()
+                listener.finish()
+                sums.finish()
+            self.got_gradient = self.got_gradient or listener.got_gradient
+        if not checked:
+            self.check()  # the batch before this one, so that the device need not wait for Python
+            self._unchecked = batch, sums, seen
+            self._seen.append((batch, counts))
+
+    def check(self) -> None:
+        unchecked, self._unchecked = self._unchecked, None
+        if unchecked is not None and not all_finite(unchecked[2]):
+            self._explain(*unchecked)
+
+    def _explain(self, batch: Batch, sums: LayerSums, seen: Sequence[Tensor]) -> None:
+        check_values(seen[0], batch)
+        try:
+            self._add(batch, sums, checked=True)
+        except NotFinite as error:
+            raise ValueError(
+                f"The gradient of sample {batch.index[error.sample]} of the draw is not finite at the output of "
+                f"{error.module}. Look at its inputs and labels, or measure in float32."
+            ) from None
+        raise ValueError("A gradient is not finite. Measure in float32.")
+
+
+class LoopEngine(Engine):
+    """Plain autograd, one sample at a time."""
+
+    name = "loop"
+
+    def add(self, batch: Batch, sums: LayerSums) -> None:
+        for n in range(len(batch)):
+            self._add(batch.select(n, n + 1), sums)
+
+    def _add(self, sample: Batch, sums: LayerSums) -> None:
+        queue, parameters = SquareQueue(), [p for group in sums.parameters for p in group.values()]
+        for p in parameters:
+            if not p.is_floating_point() or p.is_meta:
+                raise ValueError("engine='loop' needs the weights as numbers on a device. Use engine='hooks'.")
+            p.requires_grad_()
+        values, counts = self.runner.checked_rows(sample)
+        sums.start(1)
+        for k, row in enumerate(values):
+            grads = torch.autograd.grad(row.sum(), parameters, retain_graph=k + 1 < len(values), allow_unused=True)
+            if not all_finite(grads):
+                raise ValueError(f"The gradient of sample {sample.index[0]} of the draw is not finite.")
+            for p, g in zip(parameters, grads, strict=True):
+                if g is not None:
+                    self.got_gradient = True
+                    sums.by_id[id(p)].add(DenseGradients(g[None]), 0, queue)
+            queue.flush()
+            sums.finish()
+        self._seen.append((sample, counts))
+
+
+class HookTargets:
+    """The modules to listen to. They are found out on short samples, for it takes forward passes.
+
+    Args:
+        task: What is measured.
+        runner: Runs the model.
+        batches: The samples.
+    """
+
+    def __init__(self, task: FisherTask, runner: Runner, batches: Sequence[Batch]):
+        self.task, self.runner = task, runner
+        self.owners = find_owners(task.model, [p for group in task.parameters for p in group.values()])
+        self.shortest = min((b for b in batches if len(b) > 1), key=_size, default=None)
+        self._found: dict[int, list[HookTarget]] = {}
+
+    def find(self, batch: Batch, wanted: Collection[int]) -> list[HookTarget]:
+        """The modules to listen to in a batch, for the parameters with these `id`s."""
+        samples = min(len(batch), 2)
+        if samples not in self._found:
+            example = self.shortest if samples == 2 and self.shortest else batch
+            layers = [layer.module for layer in self.task.layers]
+
+            def run(number: int) -> Any:
+                return self.runner.forward(example.select(0, number))
+
+            self._found[samples] = find_targets(self.task.model, layers, self.owners, run, samples)
+        narrowed = []
+        for target in self._found[samples]:
+            own = {name: p for name, p in target.parameters.items() if id(p) in wanted}
+            if own:
+                narrowed.append(target if len(own) == len(target.parameters) else replace(target, parameters=own))
+        return narrowed
+
+
+def all_finite(gradients: Iterable[Tensor | None]) -> bool:
+    """Whether no gradient is NaN or infinite. Waits for the device once."""
+    found = [g for g in gradients if g is not None]
+    largest = torch._foreach_norm(found, math.inf) if found else ()
+    return not largest or bool(torch.isfinite(torch.stack([x.to(largest[0]) for x in largest])).all())
+
+
+def _size(batch: Batch) -> int:
+    return max((v.numel() for v in batch.inputs.values() if isinstance(v, Tensor)), default=0)

@@ -1,0 +1,295 @@
+"""The parameters of layers, and the modules to listen to so that each of them gets the gradients of single samples.
+
+Usually that is each module that owns a parameter. It is not where the module is never called (its parent reads the
+weight), where its output does not tell samples apart (a relative position bias that all samples share), or where its
+rows belong to samples in no fixed order (experts that get some of the tokens). Then the parent takes its place, or the
+parent's parent, and is computed again for each sample. To find out, the model is run on one sample and on two: the
+dimension that doubles is the one that runs over samples.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import AuxiliaryTrainingWrapper
+from torch import nn
+
+from peft_surgical.fisher.calls import UNKNOWN, Call, CallLayout, Calls, record_calls, sample_axis, samples_first
+from peft_surgical.fisher.recompute import LocalCall, local_gradients
+from peft_surgical.fisher.rules import RULES, Rule, find_rule, is_packed_linear
+from peft_surgical.layers import Layer
+
+
+logger = logging.getLogger(__name__)
+
+
+class Owner(NamedTuple):
+    """A module, and some parameters that it owns itself.
+
+    Args:
+        path: The module's path in the model.
+        module: The module.
+        parameters: The parameters, by their name in the module.
+    """
+
+    path: str
+    module: nn.Module
+    parameters: dict[str, nn.Parameter]
+
+
+def layer_parameters(layers: Sequence[Layer]) -> list[dict[str, nn.Parameter]]:
+    """The base's parameters of each layer, by name. One that several layers share counts for the first of them."""
+    seen: set[int] = set()
+    found = []
+    for layer in layers:
+        own = {}
+        for name, p in _base_parameters(layer.module, "", []):
+            if id(p) not in seen:
+                seen.add(id(p))
+                own[name] = p
+        found.append(own)
+    return found
+
+
+def find_owners(model: nn.Module, parameters: Iterable[nn.Parameter]) -> list[Owner]:
+    """The modules that own some of these parameters, in the order of the model.
+
+    To be called before the model runs: offloaded modules have other parameter objects after each call.
+    """
+    wanted = {id(p) for p in parameters}
+    owners = []
+    for path, module in model.named_modules():
+        if not module._parameters and not module._buffers:
+            continue
+        own = {name: p for name, p in own_parameters(module) if id(p) in wanted}
+        if own:
+            owners.append(Owner(path, module, own))
+    return owners
+
+
+def own_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """The parameters that a module owns itself. The packed weight of a quantised linear map counts as one."""
+    for name, p in module._parameters.items():  # named_parameters takes ten times as long
+        if p is not None:
+            yield name, p
+    if is_packed_linear(module):
+        if module not in _packed:
+            shape = (module.out_features, module.in_features)
+            _packed[module] = nn.Parameter(torch.empty(shape, device="meta"), requires_grad=False)  # type: ignore
+        yield "weight", _packed[module]
+
+
+_packed: WeakKeyDictionary[nn.Module, nn.Parameter] = WeakKeyDictionary()
+"""What stands for the packed weight of a module: an empty parameter with the weight's shape."""
+
+
+def _base_parameters(
+    module: nn.Module, prefix: str, found: list[tuple[str, nn.Parameter]]
+) -> list[tuple[str, nn.Parameter]]:
+    """Append the parameters of a module, without those of adapters."""
+    found += [(prefix + name, p) for name, p in own_parameters(module)]
+    for name, child in module._modules.items():
+        if isinstance(child, BaseTunerLayer):
+            if "base_layer" not in child._modules:
+                continue  # it tunes the module that it is a child of
+            child = child.get_base_layer()
+        elif isinstance(child, AuxiliaryTrainingWrapper):
+            child = child.original_module
+        if child is not None:
+            _base_parameters(child, f"{prefix}{name}.", found)
+    return found
+
+
+class CannotTellSamplesApart(Exception):
+    """No module around a parameter has outputs that belong to single samples."""
+
+
+@dataclass
+class HookTarget:
+    """A module to listen to.
+
+    Args:
+        name: Its path in the model.
+        module: The module.
+        parameters: The parameters that it answers for, by their name in the module.
+        rule: How; None if it has to be computed again for each sample.
+        layouts: One for each call in a forward pass. Empty where every batch is a single sample.
+    """
+
+    name: str
+    module: nn.Module
+    parameters: dict[str, nn.Parameter]
+    rule: Rule | None
+    layouts: list[CallLayout]
+
+    @property
+    def size(self) -> int:
+        """The number of entries of its parameters."""
+        return sum(p.numel() for p in self.parameters.values())
+
+
+def find_targets(
+    model: nn.Module, layers: Sequence[nn.Module], owners: Sequence[Owner], run: Callable[[int], Any], samples: int
+) -> list[HookTarget]:
+    """Find the modules to listen to.
+
+    Args:
+        model: The model.
+        layers: The layers that the parameters are in; lists of like modules inside them are taken for experts.
+        owners: The modules that own the parameters whose gradients are wanted, from `find_owners`.
+        run: Runs the model on that many samples of a batch.
+        samples: 2, or 1 if every batch is a single sample.
+
+    Returns:
+        The targets. A parameter that several modules own has one in each.
+
+    Raises:
+        CannotTellSamplesApart: See there.
+    """
+    checked = {m for _, m, _ in owners if (rule := find_rule(m)) and not is_inherited(m, rule)}
+    modules = {module for _, module, _ in owners}  # usually these are the targets, and nothing else need be noted
+    while True:
+        one = record_calls(modules, lambda: run(1), checked)
+        two = record_calls(modules, lambda: run(2), checked, one) if samples == 2 else None
+        try:
+            return _Search(model, layers, owners, one, two).targets(modules)
+        except _NotNoted:
+            modules = set(model.modules())
+
+
+_Targets = dict[nn.Module, HookTarget]
+
+
+class _Search:
+    def __init__(
+        self, model: nn.Module, layers: Sequence[nn.Module], owners: Sequence[Owner], one: Calls, two: Calls | None
+    ):
+        self.owners, self.one, self.two = owners, one, two
+        self.names = {module: name for name, module in model.named_modules()}
+        self.parents: dict[nn.Module, tuple[nn.Module, str]] = {}
+        for parent in self.names:
+            for name, child in parent.named_children():
+                self.parents.setdefault(child, (parent, name))
+        self.experts = {m for layer in layers for expert in _experts(layer) for m in expert.modules()}
+
+    def targets(self, noted: Collection[nn.Module]) -> list[HookTarget]:
+        self.noted = noted
+        targets: _Targets = {}
+        for _, module, parameters in self.owners:
+            self._place(module, dict(parameters), targets)
+        _count_once(targets)
+        return [target for target in targets.values() if target.parameters]
+
+    def _place(self, module: nn.Module, parameters: dict[str, nn.Parameter], targets: _Targets) -> None:
+        """Let the module answer for the parameters, or else the nearest one around it that can."""
+        layouts, owner = self._layouts(module), module
+        rule = self._rule(module) if layouts is not None else None
+        while layouts is None or not (rule or all(layout.complete for layout in layouts)):
+            if module not in self.parents:
+                raise CannotTellSamplesApart(self.names[owner])
+            module, child = self.parents[module]
+            if module not in self.noted:
+                raise _NotNoted
+            parameters = {f"{child}.{name}": p for name, p in parameters.items()}
+            layouts, rule = self._layouts(module), None
+        target = targets.setdefault(module, HookTarget(self.names[module], module, {}, rule, layouts))
+        target.parameters |= parameters
+        target.rule = target.rule and rule
+        if target.rule is None:
+            logger.debug("%s is computed again for each sample, for %s.", target.name, list(parameters))
+
+    def _layouts(self, module: nn.Module) -> list[CallLayout] | None:
+        """How the module's calls tell samples apart; None if it is not called, or in a way that is not understood."""
+        one = self.one.get(module, [])
+        if self.two is None:
+            return [] if one else None
+        two = self.two.get(module, [])
+        if not two or len(one) != len(two):
+            return None
+        layouts = [call.layout for call in two if call.layout]
+        if len(layouts) != len(two) or (module in self.experts and not all(map(_samples_in_front, two))):
+            return None
+        return layouts
+
+    def _rule(self, module: nn.Module) -> Rule | None:
+        calls = (self.one if self.two is None else self.two)[module]
+        if not all(call.single and call.inputs and call.inputs[0] for call in calls):
+            return None
+        layouts = self._layouts(module) or []
+        if any(axis in (None, UNKNOWN) for layout in layouts for axis in (layout.inputs[0], layout.outputs[0])):
+            return None
+        rule = find_rule(module)
+        return rule if rule and _is_sound(module, rule, calls[0], layouts[0] if layouts else None) else None
+
+
+class _NotNoted(Exception):
+    """A module around the owner of a parameter has to be looked at, whose calls were not noted."""
+
+
+def _samples_in_front(call: Call) -> bool:
+    """Whether a call sees whole samples along the first dimension, rather than rows, which may have been chosen."""
+    assert call.layout is not None
+    pairs = zip(call.inputs, call.layout.inputs, strict=True)
+    axes = [(len(x.shape), axis) for x, axis in pairs if x and x.floating]
+    return all(dims > 2 and axis in (0, None) for dims, axis in axes)
+
+
+def _experts(layer: nn.Module) -> Iterable[nn.Module]:
+    for module in layer.modules():
+        children = list(module.children())
+        if (
+            isinstance(module, (nn.ModuleList, nn.ModuleDict))
+            and len(children) > 1
+            and len({type(c) for c in children}) == 1
+        ):
+            yield from children
+
+
+def _count_once(targets: _Targets) -> None:
+    """A module that is computed again sees all uses of a parameter in it: targets inside must not count them too."""
+    for outer in targets.values():
+        if outer.rule is not None:
+            continue
+        seen = {id(p) for p in outer.parameters.values()}
+        for module in outer.module.modules():
+            if module is not outer.module and module in targets:
+                inner = targets[module].parameters
+                targets[module].parameters = {k: p for k, p in inner.items() if id(p) not in seen}
+
+
+def _is_sound(module: nn.Module, rule: Rule, call: Call, layout: CallLayout | None) -> bool:
+    """Whether a rule that was made for a parent class holds for a class that computes its output in its own way."""
+    return is_inherited(module, rule) or _agrees_with_autograd(module, rule, call, layout)
+
+
+def is_inherited(module: nn.Module, rule: Rule) -> bool:
+    """Whether a module computes its output as the class does that its rule was made for."""
+    cls: Any = type(module)
+    base = next((c for c in cls.__mro__ if RULES.get(c) is rule), cls)
+    if cls.forward is base.forward:
+        return True
+    # the weight of a quantised module is what its output is linear in
+    return any(not p.is_floating_point() or p.is_meta for p in module.parameters())
+
+
+def _agrees_with_autograd(module: nn.Module, rule: Rule, call: Call, layout: CallLayout | None) -> bool:
+    assert call.tensors is not None
+    arguments, spec, out = call.tensors
+    samples, parameters = 2 if layout else 1, dict(module.named_parameters(recurse=False))
+    layout = layout or CallLayout([None] * len(arguments), [None])
+    g = torch.randn(out.shape, generator=torch.Generator().manual_seed(0)).to(out)
+    axes = [sample_axis(x, axis, samples) for x, axis in zip(arguments, layout.inputs, strict=True)]
+    local = LocalCall(arguments, axes, spec, layout.outputs, {0: g})
+    expected = next(local_gradients(module, parameters, [local], samples))[1]
+    got = rule(module, samples_first(arguments[0], axes[0], samples), samples_first(g, layout.outputs[0], samples))
+    for name, e in expected.items():
+        found = got[name].dense(0, samples).view_as(e)
+        if (found - e).norm() > 0.05 * e.norm():
+            return False
+    return True
