@@ -1,7 +1,6 @@
 """Many tasks on one resident model."""
 
-from peft_surgical.bank.bank import DeltaBank
-from peft_surgical.bank.stats import BankStats
+from peft_surgical.bank.bank import BankStats, DeltaBank
 
 
 __all__ = ["BankStats", "DeltaBank"]
