@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from operator import attrgetter
 from typing import Any
 
@@ -65,16 +65,12 @@ class InjectedAdapters:
             if rows != len(adapters):
                 raise ValueError(f"The batch has {rows} rows, but a task was named for each of {len(adapters)} rows.")
 
-        if set(adapters) <= {BASE}:
+        with ExitStack() as stack:
+            if set(adapters) - {BASE}:
+                tuner: Any = next(iter(self._peft_models.values())).base_model
+                stack.enter_context(adapter_names_in_forward(tuner, adapters, ()))
+            stack.callback(self.model.register_forward_pre_hook(check_rows, with_kwargs=True).remove)
             yield
-            return
-        tuner: Any = next(iter(self._peft_models.values())).base_model
-        with adapter_names_in_forward(tuner, adapters, ()):
-            handle = self.model.register_forward_pre_hook(check_rows, with_kwargs=True)
-            try:
-                yield
-            finally:
-                handle.remove()
 
     # ---- tasks that come and go
 

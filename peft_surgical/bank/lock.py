@@ -65,7 +65,9 @@ class SwitchLock:
 
     def __init__(self, switch: Callable[[Hashable], None]):
         self._switch = switch
-        self._changed = threading.Condition()
+        # to enter a condition itself takes Python code, in which an interrupt would leave it locked for good
+        self._mutex = threading.RLock()
+        self._changed = threading.Condition(self._mutex)
         self._queue: list[_Hold] = []
         self._holds: list[_Hold] = []
         self._switching: _Hold | None = None
@@ -108,7 +110,7 @@ class SwitchLock:
 
     def before_fork(self) -> None:
         """Keep other threads out, so that the child finds no half-done change."""
-        self._changed.acquire()
+        self._mutex.acquire()
 
     def after_fork(self, *, in_child: bool) -> None:
         """Go on; in the child, without the threads that exist in the parent only."""
@@ -118,13 +120,13 @@ class SwitchLock:
                 self._switching, self._key = None, object()
             self._queue = [hold for hold in self._queue if hold.thread == here]
             self._holds = [hold for hold in self._holds if hold.thread == here]
-        self._changed.release()
+        self._mutex.release()
 
     # ---- entering and leaving
 
     def _enter(self, hold: _Hold) -> None:
         started = time.perf_counter()
-        with self._changed:
+        with self._mutex:
             if self._is_nested(hold):
                 self._holds.append(hold)
                 return
@@ -139,7 +141,7 @@ class SwitchLock:
             self._switching = hold
         if hold.key is not _ANY:
             self._switch(hold.key)
-        with self._changed:
+        with self._mutex:
             if hold.key is not _ANY:
                 self._key = hold.key
             self._switching = None
@@ -150,7 +152,7 @@ class SwitchLock:
 
     def _leave(self, hold: _Hold) -> None:
         """End a hold, wherever it has got to: it may be in the queue or in the middle of a switch, or have ended."""
-        with self._changed:
+        with self._mutex:
             if self._switching is hold:  # the switch has failed
                 self._switching, self._key = None, object()
             for holds in (self._queue, self._holds):

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import json
 import logging
 import os
@@ -9,6 +10,7 @@ import shutil
 import sys
 import threading
 import time
+import traceback
 from pathlib import Path
 
 import pytest
@@ -41,7 +43,6 @@ CONFIGS = {
     ),
 }
 X = batch("bert", labels=False)
-CONDITION_WAIT = threading.Condition.wait.__code__
 
 
 def base(labels: int = 2, dtype: torch.dtype = torch.float32):
@@ -91,12 +92,22 @@ def many(tmp_path_factory) -> tuple[Path, dict[str, torch.Tensor]]:
     return folder, answers
 
 
-def start_and_wait(thread: threading.Thread) -> None:
-    """Start a thread, and wait until it waits for a condition."""
-    thread.start()
-    while (frame := sys._current_frames().get(thread.ident)) is None or frame.f_code is not CONDITION_WAIT:
+def wait_until_it_waits(thread: threading.Thread) -> None:
+    """Wait until a thread waits for the model."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        stack = traceback.extract_stack(sys._current_frames().get(thread.ident))
+        if stack and stack[-1].name == "wait" and any("/bank/lock" in frame.filename for frame in stack[-3:]):
+            return
         assert thread.is_alive()
         time.sleep(0.001)
+    raise AssertionError("it does not wait")
+
+
+def start_and_wait(thread: threading.Thread) -> None:
+    """Start a thread, and wait until it waits for the model."""
+    thread.start()
+    wait_until_it_waits(thread)
 
 
 def fill(bank, folder: Path, names) -> DeltaBank:
@@ -208,6 +219,48 @@ def test_a_batch_of_tasks_that_cannot_be_is_refused(tasks):
     with pytest.raises(ValueError, match="differ in size and cannot share a batch"), bank.batch(["last", "five"]):
         pass
     with pytest.raises(ValueError, match="There is no task 'lost'"), bank.batch(["last", "lost"]):
+        pass
+    assert torch.equal(ask(bank, "last"), answers["last"])
+
+
+def test_a_batch_of_the_base_and_a_task_with_a_head_of_another_size_is_refused(tasks):
+    folder, answers = tasks
+    bank = fill(DeltaBank(base()), folder, ["last", "five", "lora5"])
+    bank.add("told wrongly", folder / "lora5", labels={"num_labels": 2})
+    for names in (["five", "__base__"], ["lora5", "last"], ["told wrongly", "last"], ["__base__", "five", "five"]):
+        with pytest.raises(ValueError, match="differ in size and cannot share a batch"), bank.batch(names):
+            pass
+    with bank.batch(["five", "lora5", "five", "five"]) as model, torch.no_grad():
+        torch.testing.assert_close(model(**X).logits[1], answers["lora5"][1], atol=1e-6, rtol=1e-5)
+
+
+def test_the_names_of_a_batch_may_come_from_a_generator(tasks):
+    folder, answers = tasks
+    bank = fill(DeltaBank(base()), folder, ["last", "lora"])
+    names = ["last", "lora", "lora", "last"]
+    with bank.batch(name for name in names) as model, torch.no_grad():
+        logits = model(**X).logits
+    for row, name in enumerate(names):
+        torch.testing.assert_close(logits[row], answers[name][row], atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "names", [["lora"], ["lora", "last"], ["lora"] * 5, ["lora", "last", "__base__"], ["__base__"] * 3]
+)
+def test_a_batch_with_more_or_fewer_rows_than_names_is_refused(names, tasks):
+    folder, _ = tasks
+    bank = fill(DeltaBank(base()), folder, ["lora", "last"])
+    with bank.batch(names) as model, torch.no_grad(), pytest.raises(ValueError, match=f"4 rows.*{len(names)}"):
+        model(**X)
+    ask(bank, "lora")
+
+
+def test_names_that_mean_something_else_are_refused(tasks):
+    folder, answers = tasks
+    bank = fill(DeltaBank(base()), folder, ["last"])
+    with pytest.raises(ValueError, match="cannot be called '__base__'"):
+        bank.add("__base__", folder / "first")
+    with pytest.raises(ValueError, match="names='last' must be a list"), bank.batch("last"):
         pass
     assert torch.equal(ask(bank, "last"), answers["last"])
 
@@ -408,6 +461,39 @@ def test_what_is_damaged_fails_alone_and_by_name(method, readers, tasks, tmp_pat
         assert torch.equal(ask(bank, "first"), answers["first"])
     assert bank.stats().failures == 3
     assert torch.equal(ask(bank, "lora"), answers["lora"])
+
+
+@pytest.mark.parametrize("readers", [1, 3])
+@pytest.mark.parametrize("host_budget", [0, "1MB"])
+@pytest.mark.parametrize("name", ["last", "lossless", "lora"])
+def test_a_file_that_is_overwritten_while_it_is_read_is_an_error(
+    name, host_budget, readers, tasks, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(file, "_READERS", readers)
+    monkeypatch.setattr(file, "_WORTH_A_READER", 1)
+    folder, answers = tasks
+    shutil.copytree(folder / name, tmp_path / name)
+    path = tmp_path / name / "adapter_model.safetensors"
+    other = save_task(tmp_path, "other", CONFIGS[name](), seed=77)
+    os.utime(path, (0, 10**9))
+    read_all, calls = file._read_all, itertools.count()
+
+    def overwritten(*args):
+        read_all(*args)
+        if next(calls) == 4:
+            with open(path, "r+b") as target:
+                target.write((tmp_path / "other" / "adapter_model.safetensors").read_bytes())
+
+    bank = fill(DeltaBank(base(), host_budget=host_budget), folder, ["first"])
+    bank.add(name, tmp_path / name)
+    monkeypatch.setattr(file, "_read_all", overwritten)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=f"Task '{name}': .*was changed after the bank read its header"):
+            ask(bank, name)
+    assert torch.equal(ask(bank, "first"), answers["first"])
+    bank.remove(name)
+    bank.add(name, tmp_path / "other")
+    assert torch.equal(ask(bank, name), other)
 
 
 def test_what_does_not_fit_the_base_is_refused_when_added(tasks, tmp_path):
