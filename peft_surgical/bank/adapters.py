@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from peft_surgical.bank.file import Copies, Task
 from peft_surgical.bank.memory import Spec
-from peft_surgical.bank.slots import AdapterSlots, TensorSlot
+from peft_surgical.bank.slots import AdapterSlots, TensorSlot, nothing, resize, slots_in
 from peft_surgical.copies.mixed_batch import BASE, adapter_names_in_forward
 from peft_surgical.copies.module import TunedModule
 from peft_surgical.files.adapter import method_of
@@ -129,7 +129,7 @@ class InjectedAdapters:
         for path, (names, is_in_place) in copies.items():
             module = self._tuned[path]
             bases = {name: module.base_tensor(name) for name in names}
-            module.put(adapter, {n: _nothing(isinstance(t, nn.Parameter)) for n, t in bases.items()})
+            module.put(adapter, {n: nothing(isinstance(t, nn.Parameter)) for n, t in bases.items()})
             entry = module.tuned[adapter]
             tables.append((module.tuned, entry))
             for name in names:
@@ -137,8 +137,8 @@ class InjectedAdapters:
         for head in dict.fromkeys(filter(None, map(self._head_of, heads))):
             tables.extend(self._add_head(head, adapter))
             wrapper: Any = self._heads[head]
-            slots.update(_slots_in(f"{PREFIX}{head}", wrapper.modules_to_save[adapter]))
-        _resize(slots, specs)
+            slots.update(slots_in(f"{PREFIX}{head}", wrapper.modules_to_save[adapter]))
+        resize(slots, specs)
         return AdapterSlots(adapter, tables, slots, [self._tuned[path] for path in copies])
 
     def alias(self, adapter: str, other: str, paths: Iterable[str]) -> None:
@@ -166,7 +166,7 @@ class InjectedAdapters:
             self._configs.pop(task.adapter, None)
             self.activate(before)
         _check_shapes(shapes, slots.slots, task)
-        _resize(slots.slots, task.layout.specs)
+        resize(slots.slots, task.layout.specs)
         return slots
 
     def _inject(self, task: Task) -> None:
@@ -209,13 +209,13 @@ class InjectedAdapters:
             if isinstance(module, ModulesToSaveWrapper) and adapter in module.modules_to_save:
                 entry: Any = module.modules_to_save[adapter]
                 tables += [(module.modules_to_save, entry), (module._adapters, None)]
-                slots.update(_slots_in(f"{PREFIX}{path}", entry))
+                slots.update(slots_in(f"{PREFIX}{path}", entry))
             elif isinstance(module, BaseTunerLayer):
                 for name, table, entry in _entries_of(module, adapter):
                     found = {f"{PREFIX}{path}.{name}.{adapter}": TensorSlot(table, adapter)}
                     if not isinstance(table, nn.ParameterDict):
                         tables.append((table, entry))
-                        found = _slots_in(f"{PREFIX}{path}.{name}.{adapter}", entry)
+                        found = slots_in(f"{PREFIX}{path}.{name}.{adapter}", entry)
                     for key, slot in found.items():
                         plain = without_adapter_wrappers(tuner_cls._remove_adapter_name_from_key(key, adapter))
                         slots[_name_in_file(plain, task)] = slot
@@ -263,16 +263,6 @@ def _entries_of(module: Any, adapter: str) -> Iterator[tuple[str, Any, Any]]:
             yield name, table, table[adapter]
 
 
-def _slots_in(prefix: str, entry: Any) -> dict[str, TensorSlot]:
-    if not isinstance(entry, nn.Module):
-        return {}
-    slots = {}
-    for name in entry.state_dict():
-        path, _, attribute = name.rpartition(".")
-        slots[f"{prefix}.{name}"] = TensorSlot(entry.get_submodule(path), attribute)
-    return slots
-
-
 def _name_in_file(key: str, task: Task) -> str:
     """What the file calls a tensor; usually what the model calls it."""
     others = (
@@ -296,14 +286,3 @@ def _check_shapes(shapes: Mapping[str, tuple[int, ...]], slots: Mapping[str, Ten
         found = specs[key].shape
         if wanted != found and not (isinstance(slots[key].owner, nn.Linear) and wanted[1:] == found[1:]):
             raise ValueError(f"{task.file.path}: the tensor {key!r} has shape {found}, this base needs {wanted}.")
-
-
-def _resize(slots: Mapping[str, TensorSlot], specs: Mapping[str, Spec]) -> None:
-    """Let linear modules know of the sizes that their tensors will have; heads differ in the number of labels."""
-    for key, slot in slots.items():
-        if slot.name == "weight" and isinstance(slot.owner, nn.Linear):
-            slot.owner.out_features = specs[key].shape[0]
-
-
-def _nothing(is_parameter: bool) -> torch.Tensor:
-    return nn.Parameter(torch.empty(0), requires_grad=False) if is_parameter else torch.empty(0)

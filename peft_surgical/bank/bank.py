@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import threading
-import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import count
@@ -17,57 +15,14 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
 from peft_surgical.bank.adapters import InjectedAdapters
-from peft_surgical.bank.cache import RemovedError, TaskCache
+from peft_surgical.bank.cache import BankStats, RemovedError, TaskCache
 from peft_surgical.bank.compiled import CompiledResidency, EagerResidency
 from peft_surgical.bank.file import BaseIndex, Task
-from peft_surgical.bank.lock import PREFETCH, SwitchLock
+from peft_surgical.bank.lock import SwitchLock
 from peft_surgical.bank.memory import NoRoomError, parse_budget
 from peft_surgical.copies.mixed_batch import BASE
 from peft_surgical.layers import unwrap
 from peft_surgical.methods.heads import apply_label_settings
-
-
-@dataclass(frozen=True)
-class BankStats:
-    """What a bank has done so far, and holds now.
-
-    Args:
-        device_hits: How often a task that was asked for was on the device already.
-        host_hits: How often it was brought from host memory.
-        disk_hits: How often it was read from its file.
-        bytes_read: Bytes read from files.
-        bytes_copied: Bytes brought to the device.
-        seconds_reading: Time spent reading.
-        seconds_copying: Time spent copying and decoding; on a GPU, asking for it.
-        tasks: Tasks that the bank knows.
-        switches: How often another task was made active.
-        failures: How often a task could not be brought.
-        seconds_waiting: Time that threads waited for others' forwards and switches, all together.
-        device_evictions: How often a task had to leave the device.
-        host_evictions: How often one had to leave host memory.
-        device_bytes: Bytes of tasks on the device now.
-        device_peak: The most that there ever were.
-        host_bytes: Bytes of tasks in host memory now.
-        host_peak: The most that there ever were.
-    """
-
-    device_hits: int = 0
-    host_hits: int = 0
-    disk_hits: int = 0
-    bytes_read: int = 0
-    bytes_copied: int = 0
-    seconds_reading: float = 0.0
-    seconds_copying: float = 0.0
-    tasks: int = 0
-    switches: int = 0
-    failures: int = 0
-    seconds_waiting: float = 0.0
-    device_evictions: int = 0
-    host_evictions: int = 0
-    device_bytes: int = 0
-    device_peak: int = 0
-    host_bytes: int = 0
-    host_peak: int = 0
 
 
 class DeltaBank:
@@ -126,8 +81,6 @@ class DeltaBank:
         self._in_place = _Use(())
         self._numbers = count(1)
         self._switches = self._failures = 0
-        self._prefetching = ThreadPoolExecutor(1, thread_name_prefix=PREFETCH)
-        _banks.add(self)
 
     # ---- tasks
 
@@ -236,7 +189,7 @@ class DeltaBank:
 
         Nothing that another thread waits for has to leave for it; if there is no other room, nothing is done.
         """
-        return self._prefetching.submit(self._cache.load_early, self._known(name))
+        return self._cache.prefetch(self._known(name))
 
     def stats(self) -> BankStats:
         """What the bank has done so far, and holds now."""
@@ -264,7 +217,8 @@ class DeltaBank:
         with ExitStack() as stack:
             while True:
                 use = _Use(tuple(map(self._known, names)), tuple(rows))
-                use.check_heads(self._base.tensors)
+                if len(set(rows)) > 1:
+                    self._base.check_heads(use.tasks, has_base=BASE in rows)
                 try:
                     with self._cache.wanting(use.tasks):
                         for task in use.tasks:
@@ -329,18 +283,6 @@ class _Use:
     def __str__(self) -> str:
         return "a batch" if self.rows else f"the task {self.tasks[0].name!r}" if self.tasks else "the base"
 
-    def check_heads(self, base: Mapping[str, torch.Tensor]) -> None:
-        """Check that the rows of a batch have heads of one size."""
-        if len(set(self.rows)) < 2:
-            return
-        heads = {task.name: task.head_shapes(base) for task in self.tasks}
-        heads |= {BASE: {}} if BASE in self.rows else {}
-        for name in dict.fromkeys(name for shapes in heads.values() for name in shapes):
-            sizes = {row: shapes.get(name, tuple(base[name].shape))[:1] for row, shapes in heads.items()}
-            if len(set(sizes.values())) > 1:
-                said = {row: size[0] if size else 1 for row, size in sizes.items()}
-                raise ValueError(f"The heads of these tasks differ in size and cannot share a batch: {said}.")
-
 
 @contextmanager
 def _naming(task: str) -> Iterator[None]:
@@ -352,33 +294,3 @@ def _naming(task: str) -> Iterator[None]:
     except ValueError as error:
         kind = NoRoomError if isinstance(error, NoRoomError) else ValueError
         raise kind(f"Task {task!r}: {error}") from error
-
-
-# ---- os.fork: the child has the thread that forked and no other
-
-_banks: weakref.WeakSet[DeltaBank] = weakref.WeakSet()
-_forking = threading.local()
-
-
-def _before_fork() -> None:
-    _forking.banks = list(_banks)
-    for bank in _forking.banks:
-        bank._lock.before_fork()
-        bank._cache.before_fork()
-
-
-def _after_fork(in_child: bool) -> None:
-    for bank in _forking.banks:
-        bank._cache.after_fork(in_child=in_child)
-        bank._lock.after_fork(in_child=in_child)
-        if in_child:
-            bank._prefetching = ThreadPoolExecutor(1, thread_name_prefix=PREFETCH)
-    _forking.banks = []
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(
-        before=_before_fork,
-        after_in_parent=lambda: _after_fork(in_child=False),
-        after_in_child=lambda: _after_fork(in_child=True),
-    )

@@ -6,6 +6,7 @@ import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -13,7 +14,8 @@ from typing import Any, TypeVar
 import torch
 
 from peft_surgical.bank.file import Task, stored_keys
-from peft_surgical.bank.memory import Layout, LruBudget, NoRoomError
+from peft_surgical.bank.lock import PREFETCH, keep_whole_in_forks
+from peft_surgical.bank.memory import Layout, LruBudget, NoRoomError, Resident
 from peft_surgical.files.adapter import Entry
 from peft_surgical.files.encoded_state import decode_tensors
 
@@ -25,26 +27,47 @@ class RemovedError(ValueError):
     """The task was removed meanwhile."""
 
 
-@dataclass
-class Resident:
-    """A task's tensors on the device.
+@dataclass(frozen=True)
+class BankStats:
+    """What a bank has done so far, and holds now.
 
     Args:
-        tensors: The tensors, by their plain names in the file; all of them lie in `buffer`.
-        buffer: The memory that they share.
-        is_ready: On a GPU, the event after which they may be read.
+        device_hits: How often a task that was asked for was on the device already.
+        host_hits: How often it was brought from host memory.
+        disk_hits: How often it was read from its file.
+        bytes_read: Bytes read from files.
+        bytes_copied: Bytes brought to the device.
+        seconds_reading: Time spent reading.
+        seconds_copying: Time spent copying and decoding; on a GPU, asking for it.
+        tasks: Tasks that the bank knows.
+        switches: How often another task was made active.
+        failures: How often a task could not be brought.
+        seconds_waiting: Time that threads waited for others' forwards and switches, all together.
+        device_evictions: How often a task had to leave the device.
+        host_evictions: How often one had to leave host memory.
+        device_bytes: Bytes of tasks on the device now.
+        device_peak: The most that there ever were.
+        host_bytes: Bytes of tasks in host memory now.
+        host_peak: The most that there ever were.
     """
 
-    tensors: dict[str, torch.Tensor]
-    buffer: torch.Tensor
-    is_ready: torch.cuda.Event | None = None
-
-    def use(self) -> None:
-        """Let the current stream read the tensors once they are there, and keep their memory until it has."""
-        if self.is_ready is not None:
-            stream = torch.cuda.current_stream(self.buffer.device)
-            stream.wait_event(self.is_ready)
-            self.buffer.record_stream(stream)
+    device_hits: int = 0
+    host_hits: int = 0
+    disk_hits: int = 0
+    bytes_read: int = 0
+    bytes_copied: int = 0
+    seconds_reading: float = 0.0
+    seconds_copying: float = 0.0
+    tasks: int = 0
+    switches: int = 0
+    failures: int = 0
+    seconds_waiting: float = 0.0
+    device_evictions: int = 0
+    host_evictions: int = 0
+    device_bytes: int = 0
+    device_peak: int = 0
+    host_bytes: int = 0
+    host_peak: int = 0
 
 
 class TaskCache:
@@ -77,7 +100,9 @@ class TaskCache:
         self._wanted: Counter[Task] = Counter()  # what threads wait for
         self._loading = threading.Lock()
         self._fetching: Task | None = None
+        self._prefetching = ThreadPoolExecutor(1, thread_name_prefix=PREFETCH)
         self._stream = torch.cuda.Stream(device) if self.is_on_gpu else None
+        keep_whole_in_forks(self)
 
     def load(self, task: Task, *, gently: bool = False) -> Resident:
         """Bring a task to the device, if it is not there.
@@ -116,6 +141,10 @@ class TaskCache:
         except ValueError:
             pass  # whoever switches to it tries again, with all the room there is, and reports what is wrong
 
+    def prefetch(self, task: Task) -> Future[None]:
+        """Let another thread do `load_early`."""
+        return self._prefetching.submit(self.load_early, task)
+
     def forget(self, task: Task) -> None:
         """Free all memory that a task takes, now, or as soon as a read of it that is under way ends."""
         with self.lock:
@@ -148,6 +177,7 @@ class TaskCache:
         """Go on; in the child, without the threads that exist in the parent only."""
         if in_child:
             self._loading = threading.Lock()
+            self._prefetching = ThreadPoolExecutor(1, thread_name_prefix=PREFETCH)
             self._wanted.clear()
             if self._fetching is not None:
                 self.on_device.drop_reservation(self._fetching)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -19,6 +19,7 @@ from peft.utils import SAFETENSORS_WEIGHTS_NAME
 from torch import nn
 
 from peft_surgical.bank.memory import Layout, Spec
+from peft_surgical.copies.mixed_batch import BASE
 from peft_surgical.files.adapter import Entry, entries, method_of, read_config
 from peft_surgical.files.base import check_base, check_tensors, describe_base, fingerprint, matches
 from peft_surgical.files.encoded_state import ERROR, decoded_shapes
@@ -211,6 +212,19 @@ class BaseIndex:
         if task.is_surgical:
             self._check(task)
         return task
+
+    def check_heads(self, tasks: Iterable[Task], has_base: bool) -> None:
+        """Check that the rows of a batch, some of which may be the base's, have heads of one size.
+
+        Raises:
+            ValueError: They have not.
+        """
+        heads = {task.name: task.head_shapes(self.tensors) for task in tasks} | ({BASE: {}} if has_base else {})
+        for name in {name for shapes in heads.values() for name in shapes}:
+            sizes = {row: shapes.get(name, tuple(self.tensors[name].shape))[:1] for row, shapes in heads.items()}
+            if len(set(sizes.values())) > 1:
+                said = {row: size[0] for row, size in sizes.items()}
+                raise ValueError(f"The heads of these tasks differ in size and cannot share a batch: {said}.")
 
     def _check(self, task: Task) -> None:
         """Check a SURGICAL task against the base; others are checked when PEFT puts them into the model."""

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
+from typing import Any
 
 
 PREFETCH = "bank-prefetch"  # how the names of threads begin that never hold the lock
@@ -73,6 +76,7 @@ class SwitchLock:
         self._switching: _Hold | None = None
         self._key: Hashable = object()
         self.seconds_waited = 0.0
+        keep_whole_in_forks(self)
 
     @contextmanager
     def held(self, key: Hashable, *, alone: bool = False) -> Iterator[None]:
@@ -228,3 +232,34 @@ def _is_in_event_loop() -> bool:
     except RuntimeError:
         return False
     return True
+
+
+# ---- os.fork: the child has the thread that forked and no other
+
+_whole_in_forks: weakref.WeakSet[Any] = weakref.WeakSet()
+_forking = threading.local()
+
+
+def keep_whole_in_forks(thing: Any) -> None:
+    """Call a thing's `before_fork()` and `after_fork(in_child=...)` whenever the process forks."""
+    _whole_in_forks.add(thing)
+
+
+def _before_fork() -> None:
+    _forking.things = list(_whole_in_forks)
+    for thing in _forking.things:
+        thing.before_fork()
+
+
+def _after_fork(in_child: bool) -> None:
+    for thing in _forking.things:
+        thing.after_fork(in_child=in_child)
+    _forking.things = []
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(
+        before=_before_fork,
+        after_in_parent=lambda: _after_fork(in_child=False),
+        after_in_child=lambda: _after_fork(in_child=True),
+    )

@@ -189,3 +189,25 @@ def parse_budget(budget: int | str | None) -> int | None:
         raise ValueError(
             f"budget={budget!r} must be a number of bytes, or a text such as '2GB' or '512MiB'."
         ) from None
+
+
+@dataclass
+class Resident:
+    """A task's tensors on the device.
+
+    Args:
+        tensors: The tensors, by their plain names in the file; all of them lie in `buffer`.
+        buffer: The memory that they share.
+        is_ready: On a GPU, the event after which they may be read.
+    """
+
+    tensors: dict[str, torch.Tensor]
+    buffer: torch.Tensor
+    is_ready: torch.cuda.Event | None = None
+
+    def use(self) -> None:
+        """Let the current stream read the tensors once they are there, and keep their memory until it has."""
+        if self.is_ready is not None:
+            stream = torch.cuda.current_stream(self.buffer.device)
+            stream.wait_event(self.is_ready)
+            self.buffer.record_stream(stream)

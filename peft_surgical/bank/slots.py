@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from peft_surgical.bank.memory import Spec
 from peft_surgical.copies.module import TunedModule
 
 
@@ -91,3 +92,26 @@ class AdapterSlots:
         for module in self._modules:
             module._cast = (None, {})
         self.is_in_model = False
+
+
+def slots_in(prefix: str, entry: Any) -> dict[str, TensorSlot]:
+    """The slots of all tensors in a module that is one adapter's, by their names after a prefix."""
+    if not isinstance(entry, nn.Module):
+        return {}
+    slots = {}
+    for name in entry.state_dict():
+        path, _, attribute = name.rpartition(".")
+        slots[f"{prefix}.{name}"] = TensorSlot(entry.get_submodule(path), attribute)
+    return slots
+
+
+def resize(slots: Mapping[str, TensorSlot], specs: Mapping[str, Spec]) -> None:
+    """Let linear modules know of the sizes that their tensors will have; heads differ in the number of labels."""
+    for key, slot in slots.items():
+        if slot.name == "weight" and isinstance(slot.owner, nn.Linear):
+            slot.owner.out_features = specs[key].shape[0]
+
+
+def nothing(is_parameter: bool) -> torch.Tensor:
+    """What keeps a place for a tensor."""
+    return nn.Parameter(torch.empty(0), requires_grad=False) if is_parameter else torch.empty(0)
