@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
-from peft_surgical.bank.locks import SwitchLock
-from peft_surgical.bank.seats import Seats
-from peft_surgical.bank.slots import SharedSlots
-from peft_surgical.bank.stats import BankStats
-from peft_surgical.bank.store import Task, read_task
-from peft_surgical.bank.tiers import parse_budget
+from peft_surgical.bank.adapters import InjectedAdapters
+from peft_surgical.bank.cache import BankStats, RemovedError, TaskCache
+from peft_surgical.bank.compiled import CompiledResidency, EagerResidency
+from peft_surgical.bank.file import BaseIndex, Task
+from peft_surgical.bank.lock import SwitchLock
+from peft_surgical.bank.memory import NoRoomError, parse_budget
 from peft_surgical.layers import unwrap
-from peft_surgical.methods.heads import apply_label_settings, label_settings
-from peft_surgical.methods.mixed_batch import BASE, adapter_names_in_forward
+from peft_surgical.methods.heads import apply_label_settings
+from peft_surgical.methods.mixed_batch import BASE
 
 
 class DeltaBank:
@@ -65,21 +66,21 @@ class DeltaBank:
         model = unwrap(model)
         if hasattr(model, "peft_config") or any(isinstance(m, BaseTunerLayer) for m in model.modules()):
             raise ValueError("The model has adapters already. Give the bank a base model, e.g. peft_model.unload().")
+        device_bytes, host_bytes = parse_budget(device_budget), parse_budget(host_budget)
+        if host_bytes is None and not any(parameter.is_cuda for parameter in model.parameters()):
+            host_bytes = 0
         self.model = model.eval().requires_grad_(False)
-        self._base = dict(model.state_dict(keep_vars=True))
-        self._base_labels = label_settings(model)
-        self._lock = SwitchLock(self._switch)
-        host = parse_budget(host_budget)
-        if host is None and not any(parameter.is_cuda for parameter in model.parameters()):
-            host = 0
-        make = SharedSlots if compiled else Seats
-        self._seats = make(model, self._base, parse_budget(device_budget), host, self._lock.exclusively)
-        self._store = self._seats.store
-        self._is_compiled = compiled
+        device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+        self._base = BaseIndex(model)
+        self._adapters = InjectedAdapters(model)
+        self._cache = TaskCache(self._base.tensors, device, device_bytes, host_bytes, self._adapters.withdraw)
         self._tasks: dict[str, Task] = {}
-        self._labels: dict[str, dict[str, Any]] = {}
-        self._count = self._switches = self._failures = 0
-        self._prefetching = ThreadPoolExecutor(1, thread_name_prefix="prefetch")
+        make = CompiledResidency if compiled else EagerResidency
+        self._residency = make(self._adapters, self._cache, self._tasks)
+        self._lock = SwitchLock(self._switch)
+        self._in_place = _Use(())
+        self._numbers = count(1)
+        self._switches = self._failures = 0
 
     # ---- tasks
 
@@ -87,7 +88,7 @@ class DeltaBank:
         """Make a task known. Only the config and the header of its file are read.
 
         Args:
-            name: What to call it, any text.
+            name: What to call it, any text but `"__base__"`.
             source: Its saved adapter, of any PEFT method that puts modules into the model: a folder, or its name on
                 the hub.
             labels: `num_labels`, `id2label` and `label2id`, where the adapter's config does not tell them, as stock
@@ -97,28 +98,30 @@ class DeltaBank:
             ValueError: There is such a task already, or the adapter is damaged or not for this base. Other tasks are
                 not concerned.
         """
-        with self._store.lock:
-            self._refuse_known(name)
-            self._count += 1
-            adapter = f"task_{self._count}"
+        if name == BASE:
+            raise ValueError(f"A task cannot be called {name!r}, which means the base itself. Choose another name.")
+        self._refuse_known(name)
         with _naming(name):
-            task = read_task(name, adapter, source, self._base)
-            self._seats.check(task)
-        known = labels or getattr(task.config, "labels", None) or _labels_in(task, self._base, self._base_labels)
-        with self._store.lock:
+            task = self._base.read_task(name, f"task_{next(self._numbers)}", source, labels or {})
+        with self._cache.lock:
             self._refuse_known(name)  # another thread may have been faster
-            self._labels[name] = dict(known)
             self._tasks[name] = task
 
     def remove(self, name: str) -> None:
-        """Forget a task and free its memory, once no forward uses it."""
+        """Forget a task and free its memory, once no forward uses it.
+
+        Whoever waits for the task then is told that it is gone, or gets the new one, if one was added by its name.
+        """
         task = self._known(name)
         with self._lock.exclusively():
-            self._lock.forget()
-            self._seats.places.activate([])
-            self._store.protected = set()
-            self._seats.forget(task)
-            del self._tasks[name], self._labels[name]
+            if self._tasks.get(name) is not task:
+                self._known(name)  # another thread was faster
+                return
+            del self._tasks[name]
+            if task in self._in_place.tasks:
+                self._clear()
+                self._lock.forget_key()
+            self._residency.forget(task)
 
     def __contains__(self, name: object) -> bool:
         return name in self._tasks
@@ -135,22 +138,23 @@ class DeltaBank:
     def task(self, name: str | None) -> Iterator[nn.Module]:
         """Use a task for a while: within, the model computes as the task's own model does.
 
-        The task's tensors are the bank's: one that is kept beyond the block may be written over.
+        The task's tensors are the bank's: one that is kept beyond the block may be written over. A generator that
+        yields within the block may be stepped and closed by any thread; others wait for it.
 
         Args:
             name: The task, or None for the base itself.
 
         Raises:
             ValueError: There is no such task, its file cannot be read, or it does not fit into the budget.
-            RuntimeError: This thread is within another task.
+            RuntimeError: This is within the block of another task.
 
         Example: `with bank.task("rte") as model: model(**batch)`
         """
-        with self._held(_Use(() if name is None else (name,))):
+        with self._held([] if name is None else [name]):
             yield self.model
 
     @contextmanager
-    def batch(self, names: Sequence[str]) -> Iterator[nn.Module]:
+    def batch(self, names: Iterable[str]) -> Iterator[nn.Module]:
         """Use several tasks in one batch: within, row `i` of a batch is computed with the task `names[i]`.
 
         Such forwards run one at a time. What cannot be told apart by rows is an error, as it is for `adapter_names` of
@@ -160,19 +164,20 @@ class DeltaBank:
             names: A task for each row, or `"__base__"`.
 
         Raises:
-            ValueError: As for `task`; or the tasks' heads differ in size, or the bank is a compiled one.
+            ValueError: As for `task`; or the tasks' heads differ in size, or the bank is a compiled one, or a batch
+                has not as many rows as there are names.
         """
-        if self._is_compiled:
+        if isinstance(self._residency, CompiledResidency):
             raise ValueError("A compiled bank has one task in the model at a time. Run a batch per task.")
-        tasks = tuple(dict.fromkeys(name for name in names if name != BASE))
-        sizes = {name: self._labels_of(name).get("num_labels") for name in tasks}
-        if len(set(sizes.values())) > 1:
-            raise ValueError(f"The heads of these tasks differ in size and cannot share a batch: {sizes}.")
-        with self._held(_Use(tasks, is_batch=True)):
-            adapters = [name if name == BASE else self._tasks[name].adapter for name in names]
-            tuner = self._seats.places.any_tuner
-            with adapter_names_in_forward(tuner, adapters, ()) if tasks else nullcontext():
-                yield self.model
+        if isinstance(names, str):
+            raise ValueError(f"names={names!r} must be a list with a task for each row.")
+        rows = list(names)
+        with ExitStack() as stack:
+            tasks = stack.enter_context(self._held([name for name in dict.fromkeys(rows) if name != BASE], rows))
+            adapters = {task.name: task.adapter for task in tasks}
+            with self._cache.lock:  # threads that wait may take tasks out of the model meanwhile
+                stack.enter_context(self._adapters.by_rows([adapters.get(name, BASE) for name in rows]))
+            yield self.model
 
     def activate(self, name: str | None) -> None:
         """Make a task the active one until another is asked for; None for the base itself."""
@@ -184,73 +189,77 @@ class DeltaBank:
 
         Nothing that another thread waits for has to leave for it; if there is no other room, nothing is done.
         """
-        return self._prefetching.submit(self._seats.bring_early, self._known(name))
+        return self._cache.prefetch(self._known(name))
 
     def stats(self) -> BankStats:
         """What the bank has done so far, and holds now."""
-        return BankStats.of(
-            self._store,
-            tasks=len(self._tasks),
-            switches=self._switches,
-            seconds_waiting=self._lock.seconds_waited,
-            failures=self._failures,
-        )
+        cache = self._cache
+        with cache.lock:
+            return BankStats(
+                **cache.traffic,
+                tasks=len(self._tasks),
+                switches=self._switches,
+                failures=self._failures,
+                seconds_waiting=self._lock.seconds_waited,
+                device_evictions=cache.on_device.evictions,
+                host_evictions=cache.in_host.evictions,
+                device_bytes=cache.on_device.used,
+                device_peak=cache.on_device.peak,
+                host_bytes=cache.in_host.used,
+                host_peak=cache.in_host.peak,
+            )
 
     # ---- behind it
 
     @contextmanager
-    def _held(self, use: _Use) -> Iterator[None]:
-        """Hold the model for a use of it, with all that it needs in place."""
-        tasks = [self._known(name) for name in use.names]
-        with self._want(use.names):
-            for task in tasks:
-                self._seats.bring_early(task)
-            self._lock.acquire(use, alone=use.is_batch)
-        try:
-            for task in tasks:
-                self._seats.use(task)
-            yield
-        finally:
-            self._seats.done()
-            self._lock.release()
-
-    @contextmanager
-    def _want(self, names: Sequence[str]) -> Iterator[None]:
-        """Let no one who is not in need take the memory of these tasks."""
-        wanted = self._store.wanted
-        with self._store.lock:
-            wanted.update(names)
-            self._store.traffic.device_hits += sum(name in self._store.device_tier for name in names)
-        try:
-            yield
-        finally:
-            with self._store.lock:
-                wanted.subtract(names)
-                for name in names:
-                    if not wanted[name]:
-                        del wanted[name]
+    def _held(self, names: Sequence[str], rows: Sequence[str] = ()) -> Iterator[tuple[Task, ...]]:
+        """Hold the model for tasks, or for a batch whose rows belong to several, with all that they need in place."""
+        with ExitStack() as stack:
+            while True:
+                use = _Use(tuple(map(self._known, names)), tuple(rows))
+                if len(set(rows)) > 1:
+                    self._base.check_heads(use.tasks, has_base=BASE in rows)
+                try:
+                    with self._cache.wanting(use.tasks):
+                        for task in use.tasks:
+                            self._cache.load_early(task)
+                        stack.enter_context(self._lock.held(use, alone=bool(rows)))
+                    break
+                except RemovedError:  # there may be another task by the name now
+                    continue
+            try:
+                for task in use.tasks:
+                    self._residency.use(task)
+                yield use.tasks
+            finally:
+                self._residency.done()
 
     def _switch(self, use: Any) -> None:
         """Make a task the active one. No forward runs meanwhile."""
-        places = self._seats.places
-        with self._store.lock:
-            places.activate([])
-            self._store.protected = set(use.names)
-        apply_label_settings(self.model, self._base_labels)
+        self._clear()
+        self._cache.in_use = set(use.tasks)
+        self._in_place = use
         adapters = []
         try:
-            for name in use.names:
-                with _naming(name):
-                    adapters.append(self._seats.bring(self._known(name)))  # it may have been removed meanwhile
-        except BaseException:
-            self._store.protected = set()
-            self._failures += 1
+            for task in use.tasks:
+                with _naming(task.name):
+                    adapters.append(self._residency.bring(task))
+        except BaseException as error:
+            self._clear()
+            self._failures += not isinstance(error, RemovedError)
             raise
-        if use.names:
-            apply_label_settings(self.model, self._labels_of(use.names[0]))
-        if not use.is_batch:
-            places.activate(adapters)
+        if use.tasks:
+            apply_label_settings(self.model, use.tasks[0].labels or self._base.labels)
+        if not use.rows:
+            self._adapters.activate(adapters)
         self._switches += 1
+
+    def _clear(self) -> None:
+        """Let the model be the base."""
+        self._adapters.activate([])
+        self._cache.in_use = set()
+        self._in_place = _Use(())
+        apply_label_settings(self.model, self._base.labels)
 
     def _known(self, name: str) -> Task:
         try:
@@ -263,17 +272,16 @@ class DeltaBank:
         if name in self._tasks:
             raise ValueError(f"There is a task {name!r} already. Remove it first, or choose another name.")
 
-    def _labels_of(self, name: str) -> dict[str, Any]:
-        self._known(name)
-        return self._labels[name] or self._base_labels
-
 
 @dataclass(frozen=True)
 class _Use:
-    """What a thread holds the model for: a task, the base (no task), or a batch of several tasks."""
+    """What the model is held for: a task, the base (no task), or a batch whose rows belong to several tasks."""
 
-    names: tuple[str, ...]
-    is_batch: bool = False
+    tasks: tuple[Task, ...]
+    rows: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return "a batch" if self.rows else f"the task {self.tasks[0].name!r}" if self.tasks else "the base"
 
 
 @contextmanager
@@ -281,15 +289,8 @@ def _naming(task: str) -> Iterator[None]:
     """Put the task's name before what is wrong with it."""
     try:
         yield
+    except RemovedError:
+        raise
     except ValueError as error:
-        raise type(error)(f"Task {task!r}: {error}") from error
-
-
-def _labels_in(task: Task, base: Mapping[str, torch.Tensor], of_base: Mapping[str, Any]) -> dict[str, Any]:
-    """The number of labels by the shape of the task's head, where it is not the base's."""
-    before = of_base.get("num_labels")
-    for key, entry in task.entries.items():
-        shape = task.layout.specs[key].shape
-        if not entry.is_copy and entry.name in base and shape and base[entry.name].shape[0] == before != shape[0]:
-            return {"num_labels": shape[0], "id2label": {i: f"LABEL_{i}" for i in range(shape[0])}}
-    return {}
+        kind = NoRoomError if isinstance(error, NoRoomError) else ValueError
+        raise kind(f"Task {task!r}: {error}") from error

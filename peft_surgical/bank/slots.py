@@ -1,172 +1,117 @@
-"""Places that stay in the model for good and whose tensors are written over, so that nothing is compiled twice."""
+"""Where the tensors of one adapter are in the model."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Hashable, Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
-from peft_surgical.bank.files import Layout, Spec
-from peft_surgical.bank.place import Slot
-from peft_surgical.bank.seats import Seats
-from peft_surgical.bank.store import Task
-from peft_surgical.bank.structure import Units
+from peft_surgical.bank.memory import Spec
 from peft_surgical.copies.module import TunedModule
-from peft_surgical.files.adapter import entry_of, method_of
 
 
-logger = logging.getLogger(__name__)
+@dataclass(frozen=True)
+class TensorSlot:
+    """Where one tensor of an adapter goes.
 
-_COPIES = f".{TunedModule.adapter_layer_names[0]}."
-_NOT_COMPUTED_WITH = {
-    *("auto_mapping", "base", "base_model_name_or_path", "check_base", "encoding", "inference_mode", "labels"),
-    *("init_lora_weights", "init_weights", "lora_dropout", "peft_version", "revision", "runtime_config", "task_type"),
-}
-
-
-class SharedSlots(Seats):
-    """One place for all SURGICAL tasks together, and one for each kind of other tasks; a switch copies into it.
-
-    The place of the SURGICAL tasks has all modules that any of them tunes, and a head for each size of heads. Places
-    are made for all tasks that are known when one is first used; a task of another kind, or one that tunes further
-    modules, makes the model be compiled anew.
+    Args:
+        owner: The module that holds it.
+        name: What it is called there.
     """
 
-    def __init__(self, *args: Any):
-        super().__init__(*args)
-        self._known: dict[str, Task] = {}
-        self._units: Units = {}
-        self._copies: dict[str, Slot] = {}
-        self._changed: set[str] = set()  # the copies that are not the base's values at present
-        self._slots: dict[Hashable, tuple[str, dict[str, Slot]]] = {}
-        self._is_copied: torch.cuda.Event | None = None
-        self._running: list[torch.cuda.Event] = []
+    owner: nn.Module
+    name: str
 
-    def check(self, task: Task) -> None:
-        super().check(task)
-        self._known[task.name] = task
+    @property
+    def tensor(self) -> torch.Tensor:
+        """What is there."""
+        if isinstance(self.owner, nn.ParameterDict):
+            return self.owner[self.name]
+        return getattr(self.owner, self.name)
 
-    def bring_early(self, task: Task) -> None:
-        self._load_early(task)
-
-    def bring(self, task: Task) -> str:
-        if self._kind(task) not in self._slots or self._lacks(task):
-            if self._slots:
-                logger.warning("Task %r is of a kind that no earlier one was; the model is compiled anew.", task.name)
-            with self.store.lock:
-                self._make_room()
-        resident = self.store.load(task)
-        resident.use()
-        adapter, slots = self._slots[self._kind(task)]
-        self._write({**slots, **self._copies} if _is_surgical(task) else slots, resident.tensors)
-        return adapter
-
-    def use(self, task: Task) -> None:
-        if self._is_copied is not None:
-            torch.cuda.current_stream().wait_event(self._is_copied)
-
-    def done(self) -> None:
-        if self.store.is_on_gpu:
-            event = torch.cuda.Event()
-            event.record()
-            self._running.append(event)
-
-    def forget(self, task: Task) -> None:
-        super().forget(task)
-        self._known.pop(task.name, None)
-
-    # ---- making places
-
-    def _kind(self, task: Task) -> Hashable:
-        """What tasks have in common that can share a place."""
-        if _is_surgical(task):
-            return tuple((key, spec) for key, spec in task.layout.specs.items() if _COPIES not in key)
-        config = task.config.to_dict()
-        settings = {key: str(value) for key, value in config.items() if key not in _NOT_COMPUTED_WITH}
-        return (*sorted(settings.items()), *sorted(task.layout.specs.items(), key=lambda item: item[0]))
-
-    def _lacks(self, task: Task) -> bool:
-        """Whether a task tunes modules that have no copies yet."""
-        return _is_surgical(task) and not self._units_of(task).keys() <= self._units.keys()
-
-    def _units_of(self, task: Task) -> Units:
-        assert self._structure is not None
-        return self._structure.units(task.config)  # type: ignore[arg-type]
-
-    def _heads_of(self, task: Task) -> dict[str, torch.Size]:
-        assert self._structure is not None
-        return self._structure.heads(task.config)  # type: ignore[arg-type]
-
-    @torch.inference_mode(False)
-    def _make_room(self) -> None:
-        """Make places for all tasks that are known."""
-        new: Units = {}
-        for task in filter(_is_surgical, self._known.values()):
-            units = self._units_of(task)
-            if not self.places.has_room(units, self._heads_of(task)):
-                self.places.peft_place(task)  # wraps the modules
-            new.update({path: what for path, what in units.items() if path not in self._units})
-        self._add_copies(new)
-        for task in self._known.values():
-            if (kind := self._kind(task)) not in self._slots:
-                self._slots[kind] = self._new_head(task) if _is_surgical(task) else self._new_slot(task)
-
-    def _add_copies(self, units: Units) -> None:
-        place = self.places.copies_place("slot", units, {}, {})
-        values = {key: self._base[entry_of(key).name].detach().clone() for key in place.slots}
-        self._reserve(f"copies of {len(units)} modules", {k: Spec(v.dtype, tuple(v.shape)) for k, v in values.items()})
-        place.enter(values)
-        for adapter, _ in self._slots.values():
-            if adapter.startswith("slot"):
-                self.places.alias(adapter, "slot", units)
-        self._units.update(units)
-        self._copies.update(place.slots)
-
-    def _new_head(self, task: Task) -> tuple[str, dict[str, Slot]]:
-        """A name for all copies together with a head of the task's size."""
-        adapter = f"slot_{len(self._slots)}"
-        place = self.places.copies_place(adapter, {}, self._heads_of(task), task.layout.specs)
-        self.places.alias(adapter, "slot", self._units)
-        place.enter(self._empty(adapter, {key: task.layout.specs[key] for key in place.slots}))
-        return adapter, place.slots
-
-    def _new_slot(self, task: Task) -> tuple[str, dict[str, Slot]]:
-        place = self.places.peft_place(task)
-        place.enter(self._empty(task.adapter, task.layout.specs))
-        return task.adapter, place.slots
-
-    def _empty(self, name: str, specs: Mapping[str, Spec]) -> dict[str, torch.Tensor]:
-        self._reserve(name, specs)
-        return {
-            key: torch.zeros(spec.shape, dtype=spec.dtype, device=self.store.device) for key, spec in specs.items()
-        }
-
-    def _reserve(self, name: str, specs: Mapping[str, Spec]) -> None:
-        with self.store.lock:
-            self.store.device_tier.reserve(f"the place {name!r}", Layout(specs).nbytes, self.store.protected)
-
-    # ---- filling them
-
-    @torch.inference_mode(False)
-    @torch.no_grad()
-    def _write(self, slots: Mapping[str, Slot], tensors: Mapping[str, torch.Tensor]) -> None:
-        """Copy a task's tensors into a place, and the base's where the last task had its own."""
-        for event in self._running:
-            torch.cuda.current_stream().wait_event(event)
-        self._running.clear()
-        sources = dict(tensors)
-        if slots.keys() & self._copies.keys():
-            for key in self._changed - tensors.keys():
-                sources[key] = self._base[entry_of(key).name]
-            self._changed = tensors.keys() & self._copies.keys()
-        targets = [slots[key].tensor.data for key in sources]
-        torch._foreach_copy_(targets, [source.detach() for source in sources.values()], non_blocking=True)
-        if self.store.is_on_gpu:
-            self._is_copied = torch.cuda.Event()
-            self._is_copied.record()
+    def fill(self, tensor: torch.Tensor | None) -> None:
+        """Put a tensor there, or nothing."""
+        parameter = None if tensor is None else nn.Parameter(tensor, requires_grad=False)
+        if not isinstance(self.owner, nn.ParameterDict):
+            is_buffer = self.name in self.owner._buffers
+            table: Any = self.owner._buffers if is_buffer else self.owner._parameters
+            table[self.name] = tensor if is_buffer else parameter
+        elif parameter is None:
+            if self.name in self.owner:
+                del self.owner[self.name]
+        else:
+            self.owner[self.name] = parameter
 
 
-def _is_surgical(task: Task) -> bool:
-    return method_of(task.config) == "SURGICAL"
+class AdapterSlots:
+    """All that the model has of one adapter. When made, the adapter is out of the model.
+
+    Args:
+        adapter: The adapter.
+        tables: All tables by adapter that have an entry for it, with that entry.
+        slots: Where its tensors go, by their plain names in the file.
+        modules: The modules that may keep cast tensors of it.
+    """
+
+    def __init__(
+        self,
+        adapter: str,
+        tables: Iterable[tuple[Any, Any]],
+        slots: Mapping[str, TensorSlot],
+        modules: Iterable[TunedModule] = (),
+    ):
+        self.adapter = adapter
+        self.slots = dict(slots)
+        self._tables = list(tables)
+        self._modules = list(modules)
+        self.leave()
+
+    def enter(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Put the adapter into the model, with these tensors."""
+        self.is_in_model = True  # from the first change on, in case of an interrupt
+        for key, slot in self.slots.items():
+            slot.fill(tensors[key])
+        for table, entry in self._tables:
+            if isinstance(table, set):
+                table.add(self.adapter)
+            else:
+                table[self.adapter] = entry
+
+    def leave(self) -> None:
+        """Take the adapter out of the model, and let go of its tensors."""
+        for table, _ in self._tables:
+            if isinstance(table, set):
+                table.discard(self.adapter)
+            elif self.adapter in table:
+                del table[self.adapter]
+        for slot in self.slots.values():
+            slot.fill(None)
+        for module in self._modules:
+            module._kept.clear()
+        self.is_in_model = False
+
+
+def slots_in(prefix: str, entry: Any) -> dict[str, TensorSlot]:
+    """The slots of all tensors in a module that is one adapter's, by their names after a prefix."""
+    if not isinstance(entry, nn.Module):
+        return {}
+    slots = {}
+    for name in entry.state_dict():
+        path, _, attribute = name.rpartition(".")
+        slots[f"{prefix}.{name}"] = TensorSlot(entry.get_submodule(path), attribute)
+    return slots
+
+
+def resize(slots: Mapping[str, TensorSlot], specs: Mapping[str, Spec]) -> None:
+    """Let linear modules know of the sizes that their tensors will have; heads differ in the number of labels."""
+    for key, slot in slots.items():
+        if slot.name == "weight" and isinstance(slot.owner, nn.Linear):
+            slot.owner.out_features = specs[key].shape[0]
+
+
+def nothing(is_parameter: bool) -> torch.Tensor:
+    """What keeps a place for a tensor."""
+    return nn.Parameter(torch.empty(0), requires_grad=False) if is_parameter else torch.empty(0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +18,7 @@ from peft_surgical.compat import add_peft_type
 from peft_surgical.copies.module import TunedModule
 from peft_surgical.copies.quantised import DequantisedModule, can_be_dequantised, is_quantised
 from peft_surgical.copies.select import bottom, innermost_tuned, matches_any, own_tensor_names, tunable_modules
-from peft_surgical.layer_specs import LayerSpec, plain_spec
+from peft_surgical.layer_specs import plain_spec
 from peft_surgical.layers import Layer, plain_layers, resolve_layers, unwrap
 from peft_surgical.methods.config import DeltaConfig
 from peft_surgical.methods.hotswap import swap_in
@@ -26,6 +26,7 @@ from peft_surgical.methods.register import load_on_cpu, register_hotswap, regist
 from peft_surgical.methods.resolve import Matching, Resolution, expand_all_linear, is_excluded
 from peft_surgical.methods.tuner import DeltaTuner
 from peft_surgical.names import OWN_TENSORS
+from peft_surgical.ranking.ranking import as_ranking
 
 
 @dataclass
@@ -108,24 +109,58 @@ class SurgicalConfig(DeltaConfig):
             raise ValueError(f"top_k={self.top_k!r} must be a whole number of layers, 1 or more.")
 
 
-def as_ranking(ranking: Any) -> Any:
-    """A ranking, from itself, the path of a saved one, or its record.
+def resolve_surgical(config: SurgicalConfig, model: nn.Module) -> Resolution:
+    """What a config means on a model. Its layers become plain numbers, with the record of a ranking that chose them.
+
+    Args:
+        config: The config. Its layers, ranking and target_modules are written to.
+        model: The base model, with or without adapters.
 
     Raises:
-        TypeError: It is none of these.
+        ValueError: Nothing is chosen, or something that cannot be trained.
     """
-    from peft_surgical.ranking.rank import LayerRanking
-
-    if isinstance(ranking, (str, os.PathLike)):
-        return LayerRanking.load(ranking)
-    if isinstance(ranking, Mapping):
-        return LayerRanking.from_dict(dict(ranking))
-    if isinstance(ranking, LayerRanking):
-        return ranking
-    raise TypeError(
-        f"ranking is a {type(ranking).__name__}; allowed are a LayerRanking, the path of a saved one, or its "
-        "to_dict()."
-    )
+    layers = _choose_layers(config, model)
+    if not layers and not config.target_modules:
+        raise ValueError(
+            "SurgicalConfig does not say what to tune. Give layers=[...] (or 'last:3', ...), or ranking=... with "
+            "top_k=..., or target_modules=[...]."
+        )
+    expand_all_linear(config, model)
+    in_place: set[str] = set()
+    chosen: dict[str, list[str]] = {}
+    for root, module in _roots(config, model, layers):
+        inside = dict(tunable_modules(root, module))
+        if any(layer.path == root for layer in layers):
+            # the layer keeps its class and place: what it owns itself is tuned without wrapping it
+            inside = {}
+            if own := own_tensor_names(module):
+                inside[root] = own
+                in_place.add(root)
+            for name, child in module.named_children():
+                if name != OWN_TENSORS:
+                    inside.update(tunable_modules(f"{root}.{name}", child))
+        for path, names in inside.items():
+            if matches_any(path, config.modules_to_save) or is_excluded(path, config):
+                continue
+            chosen[path] = names
+    if layers and not chosen:
+        raise ValueError(
+            f"No module of the layers {config.layers} is left to tune: target_modules={config.target_modules!r}, "
+            f"exclude_modules={config.exclude_modules!r}, modules_to_save={config.modules_to_save!r}. Names in "
+            f"these layers: {', '.join(_names_inside(layers))}."
+        )
+    for path in config.extra_modules or []:
+        for inner_path, names in tunable_modules(path, _module_at(path, model)):
+            if not matches_any(inner_path, config.modules_to_save):
+                chosen.setdefault(inner_path, names)
+    is_dry_run = all(parameter.is_meta for parameter in model.parameters())  # nothing is to be trained, only named
+    for path in chosen:
+        module = model.get_submodule(path)
+        if _is_quantised(module):
+            chosen[path] = _check_dequantisable(path, bottom(module), config)
+        elif not is_dry_run:
+            _check_has_values(path, bottom(module))
+    return Resolution(chosen, frozenset(in_place & set(chosen)))
 
 
 class SurgicalModel(DeltaTuner):
@@ -135,48 +170,7 @@ class SurgicalModel(DeltaTuner):
     tuner_layer_cls = TunedModule
 
     def _resolve(self, config: SurgicalConfig, model: nn.Module) -> Resolution:
-        layers = self._choose_layers(config, model)
-        if not layers and not config.target_modules:
-            raise ValueError(
-                "SurgicalConfig does not say what to tune. Give layers=[...] (or 'last:3', ...), or ranking=... with "
-                "top_k=..., or target_modules=[...]."
-            )
-        expand_all_linear(config, model)
-        in_place: set[str] = set()
-        chosen: dict[str, list[str]] = {}
-        for root, module in self._roots(config, model, layers):
-            inside = dict(tunable_modules(root, module))
-            if layers and _is_layer(root, layers):
-                # the layer keeps its class and place: what it owns itself is tuned without wrapping it
-                inside = {}
-                if own := own_tensor_names(module):
-                    inside[root] = own
-                    in_place.add(root)
-                for name, child in module.named_children():
-                    if name != OWN_TENSORS:
-                        inside.update(tunable_modules(f"{root}.{name}", child))
-            for path, names in inside.items():
-                if matches_any(path, config.modules_to_save) or is_excluded(path, config):
-                    continue
-                chosen[path] = names
-        if layers and not chosen:
-            raise ValueError(
-                f"No module of the layers {config.layers} is left to tune: target_modules={config.target_modules!r}, "
-                f"exclude_modules={config.exclude_modules!r}, modules_to_save={config.modules_to_save!r}. Names in "
-                f"these layers: {', '.join(_names_inside(layers))}."
-            )
-        for path in config.extra_modules or []:
-            for unit, names in tunable_modules(path, _module_at(path, model)):
-                if not matches_any(unit, config.modules_to_save):
-                    chosen.setdefault(unit, names)
-        is_dry_run = all(parameter.is_meta for parameter in model.parameters())  # nothing is to be trained, only named
-        for path in chosen:
-            module = model.get_submodule(path)
-            if _is_quantised(module):
-                chosen[path] = _check_dequantisable(path, bottom(module), config)
-            elif not is_dry_run:
-                _check_has_values(path, bottom(module))
-        return Resolution(chosen, frozenset(in_place & set(chosen)))
+        return resolve_surgical(config, model)
 
     def _touched_tensors(self, config: SurgicalConfig, model: nn.Module) -> dict[str, torch.Tensor]:
         touched = super()._touched_tensors(config, model)
@@ -196,18 +190,6 @@ class SurgicalModel(DeltaTuner):
     def _tuned_module_cls_for(self, module: nn.Module) -> type[TunedModule]:
         return DequantisedModule if is_quantised(module) else self.tuned_module_cls
 
-    def _choose_layers(self, config: SurgicalConfig, model: nn.Module) -> list[Layer]:
-        if config.ranking is not None and config.top_k is not None:
-            ranking = as_ranking(config.ranking)
-            config.layers = _layers_of(ranking, config.top_k)
-            config.ranking_record = ranking.to_dict()
-            config.ranking, config.top_k = None, None
-        if config.layers is None:
-            return []
-        layers = resolve_layers(model, config.layers)
-        config.layers = plain_layers(layers, model)
-        return layers
-
     def _unite_choice(self, united: SurgicalConfig, configs: Sequence[SurgicalConfig]) -> None:
         united.extra_modules = list(dict.fromkeys(path for c in configs for path in c.extra_modules or [])) or None
         alike = all(
@@ -220,30 +202,40 @@ class SurgicalModel(DeltaTuner):
             united.layers = united.exclude_modules = united.extra_modules = None
             united.target_modules = {path for config in configs for path in config.resolution.copies}
 
-    def _roots(self, config: SurgicalConfig, model: nn.Module, layers: list[Layer]):
-        """The modules to look for tensors in: the layers, or what `target_modules` matches (in the layers, if any)."""
-        if not config.target_modules:
-            return [(layer.path, layer.module) for layer in layers]
-        places = [layer.path for layer in layers]
-        matching = Matching.of(config)
-        roots: list[tuple[str, nn.Module]] = []
-        for path, module in model.named_modules():
-            inside = not layers or any(path == place or path.startswith(f"{place}.") for place in places)
-            nested = any(path.startswith(f"{root}.") for root, _ in roots)
-            if (
-                path
-                and inside
-                and not nested
-                and _is_base_module(path, model)
-                and check_target_module_exists(matching, path)
-            ):
-                roots.append((path, module))
-        return roots
+
+def _choose_layers(config: SurgicalConfig, model: nn.Module) -> list[Layer]:
+    if config.ranking is not None and config.top_k is not None:
+        ranking = as_ranking(config.ranking)
+        best = ranking.top(config.top_k)
+        config.layers = {ranking.stack: best} if ranking.stack else best
+        config.ranking_record = ranking.to_dict()
+        config.ranking, config.top_k = None, None
+    if config.layers is None:
+        return []
+    layers = resolve_layers(model, config.layers)
+    config.layers = plain_layers(layers, model)
+    return layers
 
 
-def _layers_of(ranking: Any, top_k: int) -> LayerSpec:
-    layers = ranking.top(top_k)
-    return {ranking.stack: layers} if ranking.stack else layers
+def _roots(config: SurgicalConfig, model: nn.Module, layers: list[Layer]) -> list[tuple[str, nn.Module]]:
+    """The modules to look for tensors in: the layers, or what `target_modules` matches (in the layers, if any)."""
+    if not config.target_modules:
+        return [(layer.path, layer.module) for layer in layers]
+    places = [layer.path for layer in layers]
+    matching = Matching.of(config)
+    roots: list[tuple[str, nn.Module]] = []
+    for path, module in model.named_modules():
+        inside = not layers or any(path == place or path.startswith(f"{place}.") for place in places)
+        nested = any(path.startswith(f"{root}.") for root, _ in roots)
+        if (
+            path
+            and inside
+            and not nested
+            and _is_base_module(path, model)
+            and check_target_module_exists(matching, path)
+        ):
+            roots.append((path, module))
+    return roots
 
 
 def _module_at(path: str, model: nn.Module) -> nn.Module:
@@ -253,10 +245,6 @@ def _module_at(path: str, model: nn.Module) -> nn.Module:
         raise ValueError(
             f"extra_modules: {type(model).__name__} has no module {path!r}. Give whole paths, as in named_modules()."
         ) from None
-
-
-def _is_layer(path: str, layers: list[Layer]) -> bool:
-    return any(layer.path == path for layer in layers)
 
 
 def _is_base_module(path: str, model: nn.Module) -> bool:

@@ -157,3 +157,21 @@ class LayerRanking:
         model = self.record.get("model", {}).get("class")
         samples = self.record.get("num_samples")
         return (f" in {model}" if model else "") + (f", {samples} samples" if samples else "")
+
+
+def as_ranking(ranking: Any) -> LayerRanking:
+    """A ranking, from itself, the path of a saved one, or its record.
+
+    Raises:
+        TypeError: It is none of these.
+    """
+    if isinstance(ranking, (str, os.PathLike)):
+        return LayerRanking.load(ranking)
+    if isinstance(ranking, Mapping):
+        return LayerRanking.from_dict(dict(ranking))
+    if isinstance(ranking, LayerRanking):
+        return ranking
+    raise TypeError(
+        f"ranking is a {type(ranking).__name__}; allowed are a LayerRanking, the path of a saved one, or its "
+        "to_dict()."
+    )

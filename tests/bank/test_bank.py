@@ -1,13 +1,16 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import json
 import logging
 import os
 import random
 import shutil
+import sys
 import threading
 import time
+import traceback
 from pathlib import Path
 
 import pytest
@@ -17,10 +20,10 @@ from safetensors.torch import load_file, save_file
 from tiny_models import batch, build
 
 from peft_surgical import StratifiedConfig, SurgicalConfig
-from peft_surgical.bank import DeltaBank, files
-from peft_surgical.bank.files import Layout, Spec, TaskFile
-from peft_surgical.bank.locks import SwitchLock
-from peft_surgical.bank.tiers import NoRoomError, Tier, parse_budget
+from peft_surgical.bank import DeltaBank, file
+from peft_surgical.bank.file import TaskFile
+from peft_surgical.bank.lock import SwitchLock
+from peft_surgical.bank.memory import Layout, LruBudget, NoRoomError, Spec, parse_budget
 from peft_surgical.files import safetensors_io
 
 
@@ -86,6 +89,24 @@ def many(tmp_path_factory) -> tuple[Path, dict[str, torch.Tensor]]:
         config = SurgicalConfig(task_type="SEQ_CLS", layers=sorted(set(layers)))
         answers[f"task {i}"] = save_task(folder, f"task {i}", config, seed=i)
     return folder, answers
+
+
+def wait_until_it_waits(thread: threading.Thread) -> None:
+    """Wait until a thread waits for the model."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        stack = traceback.extract_stack(sys._current_frames().get(thread.ident))
+        if stack and stack[-1].name == "wait" and any("/bank/lock" in frame.filename for frame in stack[-3:]):
+            return
+        assert thread.is_alive()
+        time.sleep(0.001)
+    raise AssertionError("it does not wait")
+
+
+def start_and_wait(thread: threading.Thread) -> None:
+    """Start a thread, and wait until it waits for the model."""
+    thread.start()
+    wait_until_it_waits(thread)
 
 
 def fill(bank, folder: Path, names) -> DeltaBank:
@@ -165,12 +186,12 @@ def test_other_methods_of_peft_are_taken_too(tmp_path):
 def test_the_bases_own_tensors_are_never_written_to(tasks):
     folder, answers = tasks
     model = base()
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    own = model.state_dict(keep_vars=True)
+    before = {name: tensor.clone() for name, tensor in own.items()}
     bank = fill(DeltaBank(model, device_budget=60_000), folder, answers)
     for name in [*answers, *answers]:
         ask(bank, name)
-    after = {name: tensor for name, tensor in bank._base.items()}
-    assert all(torch.equal(after[name], before[name]) for name in before)
+    assert all(torch.equal(own[name], before[name]) for name in before)
 
 
 # ---- several tasks in one batch
@@ -201,6 +222,48 @@ def test_a_batch_of_tasks_that_cannot_be_is_refused(tasks):
     assert torch.equal(ask(bank, "last"), answers["last"])
 
 
+def test_a_batch_of_the_base_and_a_task_with_a_head_of_another_size_is_refused(tasks):
+    folder, answers = tasks
+    bank = fill(DeltaBank(base()), folder, ["last", "five", "lora5"])
+    bank.add("told wrongly", folder / "lora5", labels={"num_labels": 2})
+    for names in (["five", "__base__"], ["lora5", "last"], ["told wrongly", "last"], ["__base__", "five", "five"]):
+        with pytest.raises(ValueError, match="differ in size and cannot share a batch"), bank.batch(names):
+            pass
+    with bank.batch(["five", "lora5", "five", "five"]) as model, torch.no_grad():
+        torch.testing.assert_close(model(**X).logits[1], answers["lora5"][1], atol=1e-6, rtol=1e-5)
+
+
+def test_the_names_of_a_batch_may_come_from_a_generator(tasks):
+    folder, answers = tasks
+    bank = fill(DeltaBank(base()), folder, ["last", "lora"])
+    names = ["last", "lora", "lora", "last"]
+    with bank.batch(name for name in names) as model, torch.no_grad():
+        logits = model(**X).logits
+    for row, name in enumerate(names):
+        torch.testing.assert_close(logits[row], answers[name][row], atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "names", [["lora"], ["lora", "last"], ["lora"] * 5, ["lora", "last", "__base__"], ["__base__"] * 3]
+)
+def test_a_batch_with_more_or_fewer_rows_than_names_is_refused(names, tasks):
+    folder, _ = tasks
+    bank = fill(DeltaBank(base()), folder, ["lora", "last"])
+    with bank.batch(names) as model, torch.no_grad(), pytest.raises(ValueError, match=f"4 rows.*{len(names)}"):
+        model(**X)
+    ask(bank, "lora")
+
+
+def test_names_that_mean_something_else_are_refused(tasks):
+    folder, answers = tasks
+    bank = fill(DeltaBank(base()), folder, ["last"])
+    with pytest.raises(ValueError, match="cannot be called '__base__'"):
+        bank.add("__base__", folder / "first")
+    with pytest.raises(ValueError, match="names='last' must be a list"), bank.batch("last"):
+        pass
+    assert torch.equal(ask(bank, "last"), answers["last"])
+
+
 # ---- budgets
 
 
@@ -210,16 +273,15 @@ def size_on_device(folder: Path, name: str) -> int:
     return bank.stats().device_bytes
 
 
+def storages(model) -> dict[int, int]:
+    """The memory that a model's parameters lie in: bytes by address."""
+    gc.collect()
+    return {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.parameters()}
+
+
 def buffers_alive(bank) -> int:
     """The bytes of all memory that tasks' tensors in the model lie in."""
-    gc.collect()
-    known = {tensor.untyped_storage().data_ptr() for tensor in bank._base.values()}
-    storages = {}
-    for tensor in bank.model.parameters():
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in known:
-            storages[storage.data_ptr()] = storage.nbytes()
-    return sum(storages.values())
+    return sum(storages(bank.model).values()) - sum(storages(base()).values())
 
 
 def test_budgets_are_kept_and_counted_and_the_least_recently_used_goes_first(tmp_path):
@@ -277,11 +339,13 @@ def test_a_task_takes_over_the_memory_of_the_one_that_leaves_for_it(tmp_path):
     for name in ("a", "two", "a", "b", "two", "b", "a"):
         assert torch.equal(ask(bank, name), answers[name]), name
         assert buffers_alive(bank) <= 2 * size
-    bank = fill(DeltaBank(base(), device_budget=size), tmp_path, ["a", "b"])
+    model = base()
+    own = storages(model)
+    bank = fill(DeltaBank(model, device_budget=size), tmp_path, ["a", "b"])
     places = set()
     for name in "abab":
         assert torch.equal(ask(bank, name), answers[name]), name
-        places.add(bank._store.device_tier.get(name).buffer.data_ptr())
+        places |= storages(model).keys() - own.keys()
     assert len(places) == 1
 
 
@@ -354,7 +418,7 @@ def test_two_hundred_tasks_are_registered_by_their_headers_alone(tmp_path, monke
         path = tmp_path / f"t{i}" / "adapter_model.safetensors"
         headers[str(path)] = 8 + int.from_bytes(path.read_bytes()[:8], "little")
     counts: dict[str, int] = {}
-    monkeypatch.setattr(files, "open", lambda path, mode: CountedFile(open(path, mode), counts), raising=False)
+    monkeypatch.setattr(file, "open", lambda path, mode: CountedFile(open(path, mode), counts), raising=False)
     monkeypatch.setattr(safetensors_io, "safe_open", lambda *_, **__: pytest.fail("a file was opened for its tensors"))
     monkeypatch.setattr(TaskFile, "read", lambda *_: pytest.fail("values were read"))
     bank = DeltaBank(base())
@@ -368,8 +432,8 @@ def test_two_hundred_tasks_are_registered_by_their_headers_alone(tmp_path, monke
 @pytest.mark.parametrize("readers", [1, 3])
 @pytest.mark.parametrize("method", ["last", "lora"])
 def test_what_is_damaged_fails_alone_and_by_name(method, readers, tasks, tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "_READERS", readers)
-    monkeypatch.setattr(files, "_WORTH_A_READER", 1)
+    monkeypatch.setattr(file, "_READERS", readers)
+    monkeypatch.setattr(file, "_WORTH_A_READER", 1)
     folder, answers = tasks
     bank = fill(DeltaBank(base()), folder, ["first", "lora"])
     for name in ("cut", "gone", "swapped", "broken"):
@@ -395,6 +459,39 @@ def test_what_is_damaged_fails_alone_and_by_name(method, readers, tasks, tmp_pat
         assert torch.equal(ask(bank, "first"), answers["first"])
     assert bank.stats().failures == 3
     assert torch.equal(ask(bank, "lora"), answers["lora"])
+
+
+@pytest.mark.parametrize("readers", [1, 3])
+@pytest.mark.parametrize("host_budget", [0, "1MB"])
+@pytest.mark.parametrize("name", ["last", "lossless", "lora"])
+def test_a_file_that_is_overwritten_while_it_is_read_is_an_error(
+    name, host_budget, readers, tasks, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(file, "_READERS", readers)
+    monkeypatch.setattr(file, "_WORTH_A_READER", 1)
+    folder, answers = tasks
+    shutil.copytree(folder / name, tmp_path / name)
+    path = tmp_path / name / "adapter_model.safetensors"
+    other = save_task(tmp_path, "other", CONFIGS[name](), seed=77)
+    os.utime(path, (0, 10**9))
+    read_all, calls = file._read_all, itertools.count()
+
+    def overwritten(*args):
+        read_all(*args)
+        if next(calls) == 4:
+            with open(path, "r+b") as target:
+                target.write((tmp_path / "other" / "adapter_model.safetensors").read_bytes())
+
+    bank = fill(DeltaBank(base(), host_budget=host_budget), folder, ["first"])
+    bank.add(name, tmp_path / name)
+    monkeypatch.setattr(file, "_read_all", overwritten)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=f"Task '{name}': .*was changed after the bank read its header"):
+            ask(bank, name)
+    assert torch.equal(ask(bank, "first"), answers["first"])
+    bank.remove(name)
+    bank.add(name, tmp_path / "other")
+    assert torch.equal(ask(bank, name), other)
 
 
 def test_what_does_not_fit_the_base_is_refused_when_added(tasks, tmp_path):
@@ -532,10 +629,8 @@ def test_who_waits_for_a_task_that_is_removed_is_told_so(tasks):
 
     threads = [threading.Thread(target=bank.remove, args=("first",)), threading.Thread(target=ask_for_first)]
     with bank.task("last"):
-        for waiting, thread in enumerate(threads, 1):
-            thread.start()
-            while len(bank._lock._queue) < waiting:
-                time.sleep(0.001)
+        for thread in threads:
+            start_and_wait(thread)
     for thread in threads:
         thread.join(30)
     assert len(told) == 1
@@ -655,24 +750,19 @@ def test_a_lock_lets_readers_of_one_key_in_together_and_serves_keys_in_order():
     inside = threading.Barrier(3, timeout=10)
 
     def read(key, barrier=None):
-        lock.acquire(key)
-        if barrier:
-            barrier.wait()
-        lock.release()
+        with lock.held(key):
+            if barrier:
+                barrier.wait()
 
     threads = [threading.Thread(target=read, args=("a", inside)) for _ in range(2)]
     for thread in threads:
         thread.start()
-    lock.acquire("a")
-    inside.wait()  # three at once
-    waiting = []
-    for key in ("b", "c", "b", "a"):
-        waiting.append(threading.Thread(target=read, args=(key,)))
-        waiting[-1].start()
-        while len(lock._queue) < len(waiting):
-            time.sleep(0.001)
-    assert order == ["a"]
-    lock.release()
+    with lock.held("a"):
+        inside.wait()  # three at once
+        waiting = [threading.Thread(target=read, args=(key,)) for key in ("b", "c", "b", "a")]
+        for thread in waiting:
+            start_and_wait(thread)
+        assert order == ["a"]
     for thread in (*threads, *waiting):
         thread.join(10)
     assert order == ["a", "b", "c", "a"]  # both who wanted b went in together
@@ -687,35 +777,35 @@ def test_a_switch_that_fails_leaves_no_key_in_place():
             raise ValueError("no")
 
     lock = SwitchLock(switch)
-    lock.acquire("a")
-    lock.release()
-    with pytest.raises(ValueError, match="no"):
-        lock.acquire("bad")
-    lock.acquire("a")
-    lock.release()
+    with lock.held("a"):
+        pass
+    with pytest.raises(ValueError, match="no"), lock.held("bad"):
+        pass
+    with lock.held("a"):
+        pass
     assert keys == ["a", "bad", "a"]
     with lock.exclusively():
         pass
-    lock.acquire("a")
-    lock.release()
+    with lock.held("a"):
+        pass
     assert keys == ["a", "bad", "a"]
 
 
-def test_a_tier_refuses_without_giving_anything_up():
+def test_a_budget_refuses_without_giving_anything_up():
     given_up = []
-    tier = Tier("device", 100, lambda name, value: given_up.append(name))
+    memory = LruBudget("device", 100, given_up.append)
     for name in "ab":
-        tier.reserve(name, 40)
-        tier.put(name, name)
-    assert tier.get("a") == "a"
+        memory.reserve(name, 40)
+        memory.put(name, name)
+    assert memory.get("a") == "a"
     with pytest.raises(NoRoomError):
-        tier.reserve("c", 101)
+        memory.reserve("c", 101)
     with pytest.raises(NoRoomError):
-        tier.reserve("c", 60, keep={"a", "b"})
+        memory.reserve("c", 60, keep={"a", "b"})
     assert given_up == []
-    tier.reserve("c", 50)
+    memory.reserve("c", 50)
     assert given_up == ["b"]
-    assert (tier.used, tier.peak) == (90, 90)
+    assert (memory.used, memory.peak) == (90, 90)
 
 
 def test_a_file_is_read_into_aligned_places(tmp_path):
@@ -725,10 +815,10 @@ def test_a_file_is_read_into_aligned_places(tmp_path):
         "c": torch.randn(2, 2).bfloat16(),
     }
     save_file(tensors, tmp_path / "x.safetensors")
-    file = TaskFile(tmp_path / "x.safetensors")
-    layout = Layout({name: file.specs[name] for name in ("b", "c")})
+    task_file = TaskFile(tmp_path / "x.safetensors")
+    layout = Layout({name: task_file.specs[name] for name in ("b", "c")})
     buffer = torch.zeros(layout.nbytes, dtype=torch.uint8)
-    file.read(layout, buffer)
+    task_file.read(layout, buffer)
     views = layout.views(buffer)
     assert all(torch.equal(views[name], tensors[name]) for name in ("b", "c"))
     assert all(offset % 256 == 0 for offset in layout.offsets.values())

@@ -18,7 +18,7 @@ from peft_surgical.layer_specs import plain_spec
 from peft_surgical.methods.config import DeltaConfig
 from peft_surgical.methods.stratified.attention_names import VARIANTS
 from peft_surgical.methods.stratified.strata_form import BIASES, check_depth_marks, check_form
-from peft_surgical.methods.surgical import as_ranking
+from peft_surgical.ranking.ranking import as_ranking
 
 
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")

@@ -1,0 +1,185 @@
+"""How tasks that are on the device get into the model: each into slots of its own, or all into the same ones."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Hashable, Mapping
+
+import torch
+
+from peft_surgical.bank.adapters import InjectedAdapters
+from peft_surgical.bank.cache import TaskCache
+from peft_surgical.bank.file import Copies, Task
+from peft_surgical.bank.memory import Layout, Spec
+from peft_surgical.bank.slots import TensorSlot
+from peft_surgical.files.adapter import entry_of
+from peft_surgical.names import SURGICAL
+
+
+logger = logging.getLogger(__name__)
+
+_COPIES = f".{SURGICAL}."
+_NOT_COMPUTED_WITH = {
+    *("auto_mapping", "base", "base_model_name_or_path", "check_base", "encoding", "inference_mode", "labels"),
+    *("init_lora_weights", "init_weights", "lora_dropout", "peft_version", "revision", "runtime_config", "task_type"),
+}
+
+
+class EagerResidency:
+    """Each task has slots of its own: any number of tasks are in the model at once, and a switch only names one.
+
+    Args:
+        adapters: The model with its wrappers.
+        cache: The tasks' tensors.
+        tasks: All tasks that the bank knows, by name.
+    """
+
+    def __init__(self, adapters: InjectedAdapters, cache: TaskCache, tasks: Mapping[str, Task]):
+        self._adapters = adapters
+        self._cache = cache
+        self._tasks = tasks
+
+    def bring(self, task: Task) -> str:
+        """Bring a task to the device and into the model; gives its adapter. No forward runs meanwhile.
+
+        Raises:
+            NoRoomError: It does not fit into the budget.
+            ValueError: Its file cannot be read, or does not fit the base.
+        """
+        resident = self._cache.load(task)
+        with self._cache.lock:
+            self._adapters.enter(task, resident.tensors)
+        return task.adapter
+
+    def use(self, task: Task) -> None:
+        """Called by a thread before its forwards: let its stream read the task's tensors."""
+        self._cache.load(task).use()
+
+    def done(self) -> None:
+        """Called by a thread after its forwards, some of which may still run on a GPU."""
+
+    def forget(self, task: Task) -> None:
+        """Free all memory that a task takes. No forward runs meanwhile."""
+        with self._cache.lock:
+            self._cache.forget(task)
+            self._adapters.forget(task)
+
+
+class CompiledResidency(EagerResidency):
+    """Slots that stay in the model for good and are written over, so that nothing is compiled twice.
+
+    All SURGICAL tasks share one set of copies, of all modules that any of them tunes, with a head for each size of
+    heads; other tasks share slots by kind. Slots are made for all tasks that are known when one is first used; a task
+    of another kind, or one that tunes further modules, makes the model be compiled anew.
+    """
+
+    def __init__(self, adapters: InjectedAdapters, cache: TaskCache, tasks: Mapping[str, Task]):
+        super().__init__(adapters, cache, tasks)
+        self._base = cache.base
+        self._paths: set[str] = set()  # of the modules that have copies
+        self._copies: dict[str, TensorSlot] = {}
+        self._changed: set[str] = set()  # the copies that may have other values than the base's
+        self._slots: dict[Hashable, tuple[str, dict[str, TensorSlot]]] = {}
+        self._is_copied: torch.cuda.Event | None = None
+        self._running: list[torch.cuda.Event] = []
+
+    def bring(self, task: Task) -> str:
+        if self._kind(task) not in self._slots or not task.copies.keys() <= self._paths:
+            if self._slots:
+                logger.warning("Task %r is of a kind that no earlier one was; the model is compiled anew.", task.name)
+            with self._cache.lock:
+                self._make_slots([*self._tasks.values(), task])
+        resident = self._cache.load(task)
+        resident.use()
+        adapter, slots = self._slots[self._kind(task)]
+        self._write({**slots, **self._copies} if task.is_surgical else slots, resident.tensors)
+        return adapter
+
+    def use(self, task: Task) -> None:
+        if self._is_copied is not None:
+            torch.cuda.current_stream().wait_event(self._is_copied)
+
+    def done(self) -> None:
+        if self._cache.is_on_gpu:
+            event = torch.cuda.Event()
+            event.record()
+            self._running.append(event)
+
+    # ---- making slots
+
+    def _kind(self, task: Task) -> Hashable:
+        """What tasks have in common that can share slots."""
+        if task.is_surgical:
+            return tuple((key, spec) for key, spec in task.layout.specs.items() if _COPIES not in key)
+        config = task.config.to_dict()
+        settings = {key: str(value) for key, value in config.items() if key not in _NOT_COMPUTED_WITH}
+        return (*sorted(settings.items()), *sorted(task.layout.specs.items(), key=lambda item: item[0]))
+
+    @torch.inference_mode(False)
+    def _make_slots(self, tasks: list[Task]) -> None:
+        new: Copies = {}
+        for task in tasks:
+            if task.is_surgical and not self._adapters.has_room(task):
+                self._adapters.peft_slots(task)  # wraps the modules
+            new.update({path: what for path, what in task.copies.items() if path not in self._paths})
+        self._add_copies(new)
+        for task in tasks:
+            if (kind := self._kind(task)) not in self._slots:
+                self._slots[kind] = self._add_head(task) if task.is_surgical else self._add_adapter(task)
+
+    def _add_copies(self, copies: Copies) -> None:
+        made = self._adapters.copies_slots("slot", copies, (), {})
+        values = {key: self._base[entry_of(key).name].detach().clone() for key in made.slots}
+        self._set_aside(
+            f"copies of {len(copies)} modules", {k: Spec(v.dtype, tuple(v.shape)) for k, v in values.items()}
+        )
+        made.enter(values)
+        for adapter, _ in self._slots.values():
+            if adapter.startswith("slot"):
+                self._adapters.alias(adapter, "slot", copies)
+        self._paths.update(copies)
+        self._copies.update(made.slots)
+
+    def _add_head(self, task: Task) -> tuple[str, dict[str, TensorSlot]]:
+        """A name for all copies together with a head of the task's size."""
+        adapter = f"slot_{len(self._slots)}"
+        made = self._adapters.copies_slots(adapter, {}, task.heads, task.layout.specs)
+        self._adapters.alias(adapter, "slot", self._paths)
+        made.enter(self._empty(adapter, {key: task.layout.specs[key] for key in made.slots}))
+        return adapter, made.slots
+
+    def _add_adapter(self, task: Task) -> tuple[str, dict[str, TensorSlot]]:
+        made = self._adapters.peft_slots(task)
+        made.enter(self._empty(task.adapter, task.layout.specs))
+        return task.adapter, made.slots
+
+    def _empty(self, name: str, specs: Mapping[str, Spec]) -> dict[str, torch.Tensor]:
+        self._set_aside(name, specs)
+        return {
+            key: torch.zeros(spec.shape, dtype=spec.dtype, device=self._cache.device) for key, spec in specs.items()
+        }
+
+    def _set_aside(self, name: str, specs: Mapping[str, Spec]) -> None:
+        self._cache.on_device.set_aside(f"slots for {name}", Layout(specs).nbytes, self._cache.in_use)
+
+    # ---- filling them
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _write(self, slots: Mapping[str, TensorSlot], tensors: Mapping[str, torch.Tensor]) -> None:
+        """Copy a task's tensors into slots, and the base's where the last task had its own."""
+        for event in self._running:
+            torch.cuda.current_stream().wait_event(event)
+        self._running.clear()
+        sources = dict(tensors)
+        if slots.keys() & self._copies.keys():
+            for key in self._changed - tensors.keys():
+                sources[key] = self._base[entry_of(key).name]
+            self._changed |= tensors.keys() & self._copies.keys()
+        targets = [slots[key].tensor.data for key in sources]
+        torch._foreach_copy_(targets, [source.detach() for source in sources.values()], non_blocking=True)
+        if slots.keys() & self._copies.keys():  # only now, in case of an interrupt
+            self._changed = tensors.keys() & self._copies.keys()
+        if self._cache.is_on_gpu:
+            self._is_copied = torch.cuda.Event()
+            self._is_copied.record()

@@ -1,0 +1,293 @@
+"""What is known of a task before its values are read, and its file, whose values are read straight into a buffer."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import lru_cache
+from io import FileIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from peft import PeftConfig
+from peft.utils import SAFETENSORS_WEIGHTS_NAME
+from torch import nn
+
+from peft_surgical.bank.memory import Layout, Spec
+from peft_surgical.files.adapter import ERROR, Entry, decoded_shapes, entries, method_of
+from peft_surgical.files.base import check_base, check_tensors, describe_base, fingerprint, matches
+from peft_surgical.files.safetensors_io import DTYPES, download
+from peft_surgical.methods.config import read_config
+from peft_surgical.methods.heads import head_names, head_shapes, label_settings
+from peft_surgical.methods.mixed_batch import BASE
+from peft_surgical.methods.surgical import SurgicalConfig, resolve_surgical
+from peft_surgical.names import PREFIX, CopyName
+
+
+_CHOICES = ("layers", "target_modules", "exclude_modules", "extra_modules", "dequantize")
+"""The fields of a `SurgicalConfig` that say what is tuned."""
+
+_READERS, _WORTH_A_READER = 4, 2**24
+"""Threads that read a file, at most, and the bytes for which another one is worth its start."""
+
+
+class TaskFile:
+    """A safetensors file of which only the header is read until its tensors are asked for.
+
+    No handle stays open. A file that was changed since its header was read, be it while its values are read, is an
+    error, not wrong values.
+
+    Args:
+        path: The file.
+        present_name: What a tensor is called here, by its name in the file.
+
+    Raises:
+        ValueError: It is missing, or not a whole safetensors file.
+    """
+
+    def __init__(self, path: str | os.PathLike, present_name: Callable[[str], str] = lambda name: name):
+        self.path = Path(path)
+        try:
+            with open(self.path, "rb") as file:
+                length = int.from_bytes(file.read(8), "little")
+                self._stamp = _stamp(file.fileno())
+                if not 2 <= length <= self._stamp[0] - 8:
+                    raise ValueError("its header is cut off")
+                header = json.loads(file.read(length))
+            header.pop("__metadata__", None)
+            header = {present_name(name): entry for name, entry in header.items()}
+            self.specs = {name: Spec(DTYPES[entry["dtype"]], tuple(entry["shape"])) for name, entry in header.items()}
+            self._starts = {name: 8 + length + entry["data_offsets"][0] for name, entry in header.items()}
+            end = max((self._starts[name] + spec.nbytes for name, spec in self.specs.items()), default=8 + length)
+            if end != self._stamp[0]:
+                raise ValueError(f"it has {self._stamp[0]} bytes and should have {end}")
+        except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
+            raise ValueError(f"{path} cannot be read as a safetensors file ({error}). Copy it again.") from error
+
+    def read(self, layout: Layout, buffer: torch.Tensor) -> None:
+        """Read tensors into their places in a buffer, without the GIL and without a copy in between.
+
+        Args:
+            layout: The tensors to read; a part of those in the file.
+            buffer: The buffer: bytes, on the CPU.
+
+        Raises:
+            ValueError: The file is gone, cut off, or not the one whose header was read.
+        """
+        data = buffer.numpy()
+        names = list(layout.specs)
+        readers = min(_READERS, 1 + layout.nbytes // _WORTH_A_READER, len(names))
+        try:
+            if readers < 2:
+                self._read_some(names, layout, data)
+                return
+            # from the page cache one thread reads at half of what the memory gives, or less
+            with ThreadPoolExecutor(readers) as pool:
+                list(pool.map(lambda n: self._read_some(names[n::readers], layout, data), range(readers)))
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{self.path} cannot be read ({error}). Copy it again and add the task anew.") from error
+
+    def _read_some(self, names: Sequence[str], layout: Layout, data: np.ndarray) -> None:
+        with open(self.path, "rb", buffering=0) as file:
+            self._check_unchanged(file)
+            for name in names:
+                start = layout.offsets[name]
+                _read_all(file, self._starts[name], data[start : start + layout.specs[name].nbytes].data)
+            self._check_unchanged(file)
+
+    def _check_unchanged(self, file: FileIO) -> None:
+        if _stamp(file.fileno()) != self._stamp:
+            raise ValueError("it was changed after the bank read its header")
+
+
+def _stamp(descriptor: int) -> tuple[int, int, int]:
+    status = os.fstat(descriptor)
+    return status.st_size, status.st_mtime_ns, status.st_ino
+
+
+def _read_all(file: FileIO, start: int, target: memoryview) -> None:
+    file.seek(start)
+    done = 0
+    while done < len(target):
+        count = file.readinto(target[done:])
+        if not count:
+            raise ValueError("it is cut off")
+        done += count
+
+
+@dataclass(eq=False)
+class Task:
+    """What the bank knows of one addition of a task. Another one under the same name is another `Task`.
+
+    Args:
+        name: The task.
+        adapter: The name of its adapter in the model, which no two additions share.
+        config: The adapter's config.
+        file: The adapter's file.
+        entries: The trained tensors in the file, by their plain names there.
+        layout: Where the tensors lie on the device, by their plain names in the file.
+        stored: Where the file's tensors lie in host memory.
+        copies: For the SURGICAL method, the tensors that have copies.
+        heads: For the SURGICAL method, the names in the base of the tensors of its head.
+        labels: Number and names of its labels; empty for the base's own.
+        is_removed: Whether the bank has forgotten it; nothing of it is kept from then on.
+    """
+
+    name: str
+    adapter: str
+    config: PeftConfig
+    file: TaskFile
+    entries: dict[str, Entry]
+    layout: Layout
+    stored: Layout
+    copies: Copies = field(default_factory=dict)
+    heads: list[str] = field(default_factory=list)
+    labels: dict[str, Any] = field(default_factory=dict)
+    is_removed: bool = False
+
+    @property
+    def is_lossless(self) -> bool:
+        """Whether decoding is work for the CPU, so that host memory holds decoded values."""
+        return any(entry.encoding == "lossless" for entry in self.entries.values())
+
+    @property
+    def is_surgical(self) -> bool:
+        """Whether it has copies alone, beside a head."""
+        return method_of(self.config) == "SURGICAL"
+
+    def head_shapes(self, base: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:
+        """The shapes of what stands in the place of whole tensors of the base, by their names there."""
+        shapes = {e.name: self.layout.specs[key].shape for key, e in self.entries.items() if not e.is_copy}
+        return {name: shape for name, shape in shapes.items() if name in base}
+
+
+Copies = dict[str, tuple[list[str], bool]]
+"""By path: the names of the tensors that are copied, and whether the module is a layer that is tuned in place."""
+
+
+class BaseIndex:
+    """What the base was like before the bank put anything into it, for checking tasks quickly and in any thread.
+
+    Args:
+        model: The base model, without adapters.
+    """
+
+    def __init__(self, model: nn.Module):
+        self.tensors = dict(model.state_dict(keep_vars=True))
+        self.labels = label_settings(model)
+        self._model: Any = _structure_of(model, {})  # wrappers that come later do not show in it
+        self._shape = describe_base(self._model, {})
+        self._fingerprint = lru_cache(maxsize=None)(lambda name: fingerprint(self.tensors[name]))
+        self._choose = lru_cache(maxsize=256)(self._choose_anew)
+
+    def read_task(self, name: str, adapter: str, source: str | os.PathLike, labels: Mapping[str, Any]) -> Task:
+        """Read the config and the header of a saved adapter, and check them.
+
+        Args:
+            name: The task.
+            adapter: What its adapter is to be called in the model.
+            source: The adapter's folder, or its name on the hub.
+            labels: Its labels, if its config does not tell.
+
+        Raises:
+            ValueError: A file is missing or damaged, or does not fit the base. The message names the first difference.
+        """
+        folder = Path(source) if os.path.isdir(source) else download(os.fspath(source), ["adapter_*"])
+        config, present_name = read_config(folder)
+        file = TaskFile(folder / SAFETENSORS_WEIGHTS_NAME, present_name)
+        found = {entry.key: entry for entry in entries(dict.fromkeys(file.specs))}
+        is_decoded = {key: e for key, e in found.items() if e.encoding != "values" and e.name in self.tensors}
+        expected = {key: tuple(self.tensors[entry.name].shape) for key, entry in is_decoded.items()}
+        shapes = decoded_shapes({key: spec.shape for key, spec in file.specs.items()}, expected, str(file.path))
+        specs = {key: Spec(self._device_dtype(entry, file), tuple(shapes[key])) for key, entry in found.items()}
+        kept = {key: file.specs[key] for entry in found.values() for key in stored_keys(entry)}
+        task = Task(name, adapter, config, file, found, Layout(specs), Layout(kept))
+        task.labels = dict(labels or getattr(config, "labels", None) or self._labels_in(task))
+        if task.is_surgical:
+            self._check(task)
+        return task
+
+    def check_heads(self, tasks: Iterable[Task], has_base: bool) -> None:
+        """Check that the rows of a batch, some of which may be the base's, have heads of one size.
+
+        Raises:
+            ValueError: They have not.
+        """
+        heads = {task.name: task.head_shapes(self.tensors) for task in tasks} | ({BASE: {}} if has_base else {})
+        for name in {name for shapes in heads.values() for name in shapes}:
+            sizes = {row: shapes.get(name, tuple(self.tensors[name].shape))[:1] for row, shapes in heads.items()}
+            if len(set(sizes.values())) > 1:
+                said = {row: size[0] for row, size in sizes.items()}
+                raise ValueError(f"The heads of these tasks differ in size and cannot share a batch: {said}.")
+
+    def _check(self, task: Task) -> None:
+        """Check a SURGICAL task against the base; others are checked when PEFT puts them into the model."""
+        config: Any = task.config
+        if config.check_base:
+            self._check_base(config.base or {})
+        names = *(config.modules_to_save or ()), *head_names(self._model, config.task_type)
+        settings = {name: getattr(config, name) for name in _CHOICES}
+        labels = (config.labels or {}).get("num_labels", self.labels.get("num_labels", 0))
+        task.copies, heads = self._choose(json.dumps(settings, default=sorted), tuple(dict.fromkeys(names)), labels)
+        expected = {f"{PREFIX}{name}": shape for name, shape in heads.items()}
+        task.heads = list(heads)
+        for path, (own_names, is_in_place) in task.copies.items():
+            for name in own_names:
+                copy = CopyName(path, name, in_place=is_in_place)
+                expected[copy.in_file] = self.tensors[copy.in_base].shape
+        shapes = {key: torch.Size(spec.shape) for key, spec in task.layout.specs.items()}
+        check_tensors(shapes, expected, source=str(task.file.path))
+
+    def _choose_anew(self, settings: str, heads: tuple[str, ...], labels: int) -> tuple[Copies, dict[str, torch.Size]]:
+        """What settings of the SURGICAL method mean on this base: the copies, and the shapes of the head."""
+        config = SurgicalConfig(**json.loads(settings), modules_to_save=list(heads) or None)
+        chosen = resolve_surgical(config, self._model)
+        copies = {path: (names, path in chosen.in_place) for path, names in chosen.copies.items()}
+        return copies, head_shapes(self._model, heads, labels, self.labels.get("num_labels", 0))
+
+    def _check_base(self, record: Mapping[str, Any]) -> None:
+        wanted = record.get("tensors", {})
+        is_alike = all(record.get(key) in (None, self._shape[key]) for key in ("model_type", "layers", "vocab_size"))
+        if is_alike and all(name in self.tensors and self._matches(name, mark) for name, mark in wanted.items()):
+            return
+        check_base(record, self._model, {name: self.tensors[name] for name in wanted if name in self.tensors})
+
+    def _matches(self, name: str, wanted: str) -> bool:
+        return self._fingerprint(name) == wanted or matches(wanted, self.tensors[name])
+
+    def _device_dtype(self, entry: Entry, file: TaskFile) -> torch.dtype:
+        """The dtype that a tensor is computed with: the base's, or else as PEFT has it, at least float32."""
+        if entry.name in self.tensors:
+            return self.tensors[entry.name].dtype
+        dtype = file.specs[entry.key].dtype
+        return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+    def _labels_in(self, task: Task) -> dict[str, Any]:
+        """The number of labels by the shape of the task's head, where it is not the base's."""
+        before = self.labels.get("num_labels")
+        for name, shape in task.head_shapes(self.tensors).items():
+            if shape and self.tensors[name].shape[0] == before != shape[0]:
+                return {"num_labels": shape[0], "id2label": {i: f"LABEL_{i}" for i in range(shape[0])}}
+        return {}
+
+
+def stored_keys(entry: Entry) -> list[str]:
+    """The names of what is read of a tensor: all of its parts but the record of the error."""
+    return [key for suffix, key in entry.keys().items() if suffix != ERROR]
+
+
+def _structure_of(module: nn.Module, known: dict[int, nn.Module]) -> nn.Module:
+    """The same tree of modules, with the same tensors, that does not change when modules of the model are wrapped."""
+    if id(module) not in known:
+        twin = known[id(module)] = object.__new__(type(module))
+        twin.__dict__.update(module.__dict__)
+        for table in ("_parameters", "_buffers"):
+            twin.__dict__[table] = dict(module.__dict__[table])
+        children = module._modules.items()
+        twin.__dict__["_modules"] = {n: c and _structure_of(c, known) for n, c in children}
+    return known[id(module)]

@@ -1,0 +1,213 @@
+"""Memory for tasks: how tensors lie in one buffer, and budgets of bytes."""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import torch
+from accelerate.utils import convert_file_size_to_int
+
+
+ALIGNMENT = 256  # bytes; what matrix kernels like best
+
+Key = TypeVar("Key")
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True)
+class Spec:
+    """Dtype and shape of a tensor.
+
+    Args:
+        dtype: Its dtype.
+        shape: Its shape.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Its size in bytes."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class Layout:
+    """Where tensors lie in one buffer, one after the other and aligned.
+
+    Args:
+        specs: The tensors, by name.
+
+    Example:
+
+        >>> layout = Layout({"a": Spec(torch.float32, (2, 3)), "b": Spec(torch.bfloat16, (5,))})
+        >>> layout.nbytes
+        512
+        >>> layout.views(torch.zeros(512, dtype=torch.uint8))["a"].shape
+        torch.Size([2, 3])
+    """
+
+    def __init__(self, specs: Mapping[str, Spec]):
+        self.specs = dict(specs)
+        self.offsets: dict[str, int] = {}
+        self.nbytes = 0
+        for name, spec in self.specs.items():
+            self.offsets[name] = self.nbytes
+            self.nbytes += math.ceil(spec.nbytes / ALIGNMENT) * ALIGNMENT
+
+    def slice(self, buffer: torch.Tensor, name: str) -> torch.Tensor:
+        """The bytes of one tensor in a buffer."""
+        return buffer[self.offsets[name] : self.offsets[name] + self.specs[name].nbytes]
+
+    def views(self, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The tensors in a buffer of bytes, by name."""
+        return {n: self.slice(buffer, n).view(spec.dtype).view(spec.shape) for n, spec in self.specs.items()}
+
+
+class NoRoomError(ValueError):
+    """Something does not fit into a budget, even if all is given up that may be."""
+
+
+class LruBudget(Generic[Key, Value]):
+    """Values whose sizes never exceed a budget together; those that were used least recently are given up.
+
+    Args:
+        name: What to call it in errors.
+        budget: The most bytes that it may hold; None for no limit.
+        on_evict: Called with the key of what is given up.
+
+    Example:
+
+        >>> memory = LruBudget("device", 100)
+        >>> memory.reserve("a", 60); memory.put("a", "A")
+        []
+        >>> memory.reserve("b", 60)
+        ['A']
+        >>> "a" in memory, memory.used
+        (False, 60)
+    """
+
+    def __init__(self, name: str, budget: int | None, on_evict: Callable[[Key], None] = lambda key: None):
+        self.name = name
+        self.budget = budget
+        self.used = 0
+        self.peak = 0
+        self.evictions = 0
+        self._on_evict = on_evict
+        self._sizes: OrderedDict[Key, int] = OrderedDict()
+        self._values: dict[Key, Value] = {}
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._values
+
+    def get(self, key: Key) -> Value | None:
+        """A value, which is now the most recently used one; None if there is none."""
+        if key not in self._values:
+            return None
+        self._sizes.move_to_end(key)
+        return self._values[key]
+
+    def reserve(self, key: Key, nbytes: int, keep: Collection[Key] = ()) -> list[Value]:
+        """Set room aside for a value, giving up others, the least recently used first.
+
+        Args:
+            key: The value's key.
+            nbytes: Its size.
+            keep: Keys of values that must not be given up.
+
+        Returns:
+            The values that were given up.
+
+        Raises:
+            NoRoomError: It does not fit. Nothing is given up then.
+        """
+        given_up: list[Key] = []
+        if self.budget is not None:
+            free = self.budget - self.used
+            for other, size in self._sizes.items():
+                if free >= nbytes:
+                    break
+                if other in self._values and other not in keep:
+                    given_up.append(other)
+                    free += size
+            if free < nbytes:
+                raise NoRoomError(
+                    f"It needs {nbytes:,} bytes and does not fit into the {self.name} budget of {self.budget:,}, of "
+                    f"which {self.used:,} are in use."
+                )
+        values = [self.evict(other) for other in given_up]
+        self._sizes[key] = nbytes
+        self.used += nbytes
+        self.peak = max(self.peak, self.used)
+        return values
+
+    def set_aside(self, name: str, nbytes: int, keep: Collection[Key] = ()) -> None:
+        """Take room away for good, giving up others as `reserve` does."""
+        try:
+            self.reserve(name, nbytes, keep)  # type: ignore[arg-type]
+        except NoRoomError as error:
+            raise NoRoomError(f"{name}: {error}") from None
+
+    def put(self, key: Key, value: Value) -> None:
+        """Store the value for which room was set aside."""
+        self._values[key] = value
+
+    def evict(self, key: Key) -> Value:
+        """Give a value up, and return it."""
+        value = self._values.pop(key)
+        self.drop_reservation(key)
+        self.evictions += 1
+        self._on_evict(key)
+        return value
+
+    def drop_reservation(self, key: Key) -> None:
+        """Free the room that was set aside for a value, unless the value is there, or there is no such room."""
+        if key not in self._values:
+            self.used -= self._sizes.pop(key, 0)
+
+
+def parse_budget(budget: int | str | None) -> int | None:
+    """A budget in bytes, e.g. of `"2GB"`; None stays None.
+
+    Raises:
+        ValueError: It is neither a number of bytes nor such a text.
+
+    Example:
+
+        >>> parse_budget("2GB"), parse_budget(10)
+        (2000000000, 10)
+    """
+    if budget is None or (isinstance(budget, int) and budget >= 0 and not isinstance(budget, bool)):
+        return budget
+    try:
+        return convert_file_size_to_int(str(budget) if isinstance(budget, str) else "")
+    except ValueError:
+        raise ValueError(
+            f"budget={budget!r} must be a number of bytes, or a text such as '2GB' or '512MiB'."
+        ) from None
+
+
+@dataclass
+class Resident:
+    """A task's tensors on the device.
+
+    Args:
+        tensors: The tensors, by their plain names in the file; all of them lie in `buffer`.
+        buffer: The memory that they share.
+        is_ready: On a GPU, the event after which they may be read.
+    """
+
+    tensors: dict[str, torch.Tensor]
+    buffer: torch.Tensor
+    is_ready: torch.cuda.Event | None = None
+
+    def use(self) -> None:
+        """Let the current stream read the tensors once they are there, and keep their memory until it has."""
+        if self.is_ready is not None:
+            stream = torch.cuda.current_stream(self.buffer.device)
+            stream.wait_event(self.is_ready)
+            self.buffer.record_stream(stream)
