@@ -102,6 +102,7 @@ def test_intervals_are_those_of_an_explicit_bootstrap_of_the_trace():
         assert ranking.top_probability[layer] == pytest.approx(expected, abs=0.06)
 
 
+@pytest.mark.slow
 def test_the_intervals_of_the_norm_are_near_those_of_repeated_draws():
     """The norm's bootstrap is linearised and estimated from some entries; it must tell the right scale."""
     model, data = tiny_models.build("bert").double(), samples(200, length=9)
