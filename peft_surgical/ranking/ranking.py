@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -11,6 +12,8 @@ from typing import Any
 
 from peft_surgical.ranking.plots import plot_scores
 
+
+sys.modules.setdefault("peft_surgical.ranking.layer_ranking", sys.modules[__name__])  # where pickles of 0.1.0 look
 
 _FORMAT = "peft_surgical.LayerRanking"
 _VERSION = 1

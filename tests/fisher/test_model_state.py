@@ -136,7 +136,7 @@ def test_the_other_scores_change_nothing_either(score):
 def test_redrawn_heads_are_put_back():
     model = untidy()
     before = state(model)
-    rank(model, head_seeds=2)
+    rank(model, head_inits=2)
     assert_same(before, state(model))
 
 

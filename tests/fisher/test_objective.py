@@ -186,7 +186,13 @@ def test_exact_rows_are_the_expectation_over_numbers():
     torch.testing.assert_close(squares_of_rows(Gaussian(mean).exact_rows(), mean), torch.ones_like(mean))
 
 
-@pytest.mark.parametrize("name", ["sequence classification", "multiple choice", "token classification", "multi-label"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "sequence classification",
+        *(pytest.param(n, marks=pytest.mark.slow) for n in ("multiple choice", "token classification", "multi-label")),
+    ],
+)
 def test_many_draws_come_near_the_expectation(name):
     model, inputs, _ = task(name)
     layers = resolve_layers(model, "all")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -102,6 +104,7 @@ def test_intervals_are_those_of_an_explicit_bootstrap_of_the_trace():
         assert ranking.top_probability[layer] == pytest.approx(expected, abs=0.06)
 
 
+@pytest.mark.slow
 def test_the_intervals_of_the_norm_are_near_those_of_repeated_draws():
     """The norm's bootstrap is linearised and estimated from some entries; it must tell the right scale."""
     model, data = tiny_models.build("bert").double(), samples(200, length=9)
@@ -128,7 +131,7 @@ def test_two_halves_of_like_samples_agree_and_of_one_sample_there_are_none():
 def test_redrawn_heads_leave_the_model_and_tell_how_stable_the_order_is():
     model, data = tiny_models.build("bert"), samples()
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    ranking = rank_layers(model, data, num_samples=12, head_seeds=3, progress=False)
+    ranking = rank_layers(model, data, num_samples=12, head_inits=3, progress=False)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert -1 <= ranking.head_tau <= 1
     assert "head" in str(ranking)
@@ -150,6 +153,30 @@ def test_a_ranking_survives_its_file_and_chooses_the_same_layers(tmp_path):
         assert adapted.peft_config["default"].ranking_record["scores"] == ranking.scores
     assert chosen == [sorted(ranking.top(2))] * 3
     assert sorted(ranking.order) == [0, 1, 2, 3]
+
+
+PICKLED_BY_0_1_0 = (
+    "gASVBwEAAAAAAACMI3BlZnRfc3VyZ2ljYWwucmFua2luZy5sYXllcl9yYW5raW5nlIwMTGF5ZXJSYW5raW5nlJOUKYGUfZQojAVz"
+    "dGFja5SMB2VuY29kZXKUjAZzY29yZXOUXZQoRz/wAAAAAAAAR0AAAAAAAAAAZYwJaW50ZXJ2YWxzlF2UKEcAAAAAAAAAAEc/8AAA"
+    "AAAAAIaURz/wAAAAAAAAR0AIAAAAAAAAhpRljA90b3BfcHJvYmFiaWxpdHmUTowOc3BsaXRfaGFsZl90YXWUTowIaGVhZF90YXWU"
+    "Rz/gAAAAAAAAjAZyZWNvcmSUfZQojApoZWFkX3NlZWRzlEsCjARrZWVwlEsBdXViLg=="
+)
+
+
+def test_rankings_of_version_0_1_0_are_read():
+    expected = LayerRanking(
+        "encoder", [1.0, 2.0], [(0.0, 1.0), (1.0, 3.0)], head_tau=0.5, record={"head_seeds": 2, "keep": 1}
+    )
+    assert pickle.loads(base64.b64decode(PICKLED_BY_0_1_0)) == expected
+    written = {"format": "peft_surgical.LayerRanking", "version": 1, "stack": "encoder", "scores": [1.0, 2.0]}
+    written |= {"intervals": [[0.0, 1.0], [1.0, 3.0]], "top_probability": None, "split_half_tau": None}
+    assert LayerRanking.from_dict(written | {"head_tau": 0.5, "record": {"head_seeds": 2, "keep": 1}}) == expected
+
+
+def test_the_former_name_of_head_inits_is_understood():
+    options = {"num_samples": 4, "progress": False}
+    model, data = tiny_models.build("bert"), samples(4)
+    assert rank_layers(model, data, head_seeds=2, **options) == rank_layers(model, data, head_inits=2, **options)
 
 
 def test_the_table_and_the_plot(tmp_path):
