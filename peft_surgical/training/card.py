@@ -164,6 +164,7 @@ def write_model_card(
     columns = " and ".join(f"`{column}`" for column in task["text_columns"])
     trained, total = results["parameters"]["trained"], results["parameters"]["total"]
     percent = 100 * trained / total
+    share = f"{percent:.2g}%" if percent < 99.5 else f"{percent:.0f}%"
     layers = "; ".join(f"{stack} {', '.join(map(str, found))}" for stack, found in results["layers"].items())
     notes = ""
     if parts.optimistic:
@@ -186,7 +187,7 @@ def write_model_card(
 `{job.model}`, tuned by the method *{job.method}* ({METHODS[job.method].about}) to tell {wanted} from {columns} of \
 `{job.data}`.
 
-Trained: {trained:,} of {total:,} parameters ({percent:.{2 if percent < 99.5 else 3}g}%){f", in the layers: {layers}" if layers else ""}.
+Trained: {trained:,} of {total:,} parameters ({share}){f", in the layers: {layers}" if layers else ""}.
 
 ## Results
 
