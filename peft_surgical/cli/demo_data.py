@@ -11,10 +11,9 @@ import random
 import re
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, files
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 
 if TYPE_CHECKING:
@@ -107,21 +106,13 @@ def _package_file(package: str, ending: str) -> Path:
     return Path(str(found[0].locate()))
 
 
-@dataclass(frozen=True)
-class Swapped:
-    """How swapping went.
-
-    Args:
-        seconds: The time of one swap.
-        equal: How many swaps gave the logits of the task loaded alone, bit for bit.
-        base_equal: Whether without a task the logits are the encoder's own.
-        weights_equal: Whether the encoder's weights are still those of its file.
-    """
+class Swapped(NamedTuple):
+    """How swapping went: the time of a swap, and what stayed bit for bit as it was."""
 
     seconds: float
-    equal: int
-    base_equal: bool
-    weights_equal: bool
+    equal: int  # swaps that gave the logits of the task loaded alone
+    base_equal: bool  # without a task, the logits are the encoder's own
+    weights_equal: bool  # the encoder's weights are those of its file
 
 
 class Resident:

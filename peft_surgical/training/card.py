@@ -164,6 +164,7 @@ def write_model_card(
     columns = " and ".join(f"`{column}`" for column in task["text_columns"])
     trained, total = results["parameters"]["trained"], results["parameters"]["total"]
     percent = 100 * trained / total
+    share = f"{percent:.2g}%" if percent < 99.5 else f"{percent:.0f}%"
     layers = "; ".join(f"{stack} {', '.join(map(str, found))}" for stack, found in results["layers"].items())
     notes = ""
     if parts.optimistic:
@@ -177,7 +178,6 @@ def write_model_card(
         source = f"read from `{job.ranking}`" if job.ranking else "made on training rows before training"
         notes += f"\n\n## Which layers matter\n\nThe ranking was {source}.\n\n```text\n{ranking}\n```"
     config = {**dataclasses.asdict(job), "learning_rate": job.peak_learning_rate}
-    in_layers = f", in the layers: {layers}" if layers else ""
     text = f"""---
 {metadata.to_yaml()}
 ---
@@ -187,7 +187,7 @@ def write_model_card(
 `{job.model}`, tuned by the method *{job.method}* ({METHODS[job.method].about}) to tell {wanted} from {columns} of \
 `{job.data}`.
 
-Trained: {trained:,} of {total:,} parameters ({percent:.{2 if percent < 99.5 else 3}g}%){in_layers}.
+Trained: {trained:,} of {total:,} parameters ({share}){f", in the layers: {layers}" if layers else ""}.
 
 ## Results
 

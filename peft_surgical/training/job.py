@@ -59,6 +59,8 @@ _METRICS = "; ".join(", ".join(names) for names in METRICS.values())
 class TrainingJob:
     """What one run of training is asked to do. Each field is an option of `peft-surgical train`.
 
+    Beside each field stands what it means, as `peft-surgical train --help` shows it.
+
     Raises:
         ValueError: An option has a value that is not allowed, or two options contradict each other.
 
