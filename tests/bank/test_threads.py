@@ -196,7 +196,9 @@ def test_an_interrupted_injection_leaves_nothing(tasks, monkeypatch):
 def test_a_thread_that_ends_within_a_task_holds_it_no_longer(tasks):
     folder, answers = tasks
     bank = fill(DeltaBank(base()), folder, ["last", "first"])
-    in_thread(lambda: bank.task("last").__enter__() and None)
+    entered = [bank.task("last")]
+    in_thread(entered[0].__enter__)
+    entered.clear()
     gc.collect()
     assert torch.equal(in_thread(ask, bank, "first"), answers["first"])
 
