@@ -1,4 +1,4 @@
-"""The ways of going from one task to another that `swap_cost.py` measures, and the files that they work with."""
+"""The ways of going from one task to another that `cost.py` measures, and the files that they work with."""
 
 from __future__ import annotations
 
