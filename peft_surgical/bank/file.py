@@ -222,7 +222,7 @@ class BaseIndex:
         for name in {name for shapes in heads.values() for name in shapes}:
             sizes = {row: shapes.get(name, tuple(self.tensors[name].shape))[:1] for row, shapes in heads.items()}
             if len(set(sizes.values())) > 1:
-                said = {row: size[0] for row, size in sizes.items()}
+                said = {row: size[0] if size else 1 for row, size in sizes.items()}
                 raise ValueError(f"The heads of these tasks differ in size and cannot share a batch: {said}.")
 
     def _check(self, task: Task) -> None:
@@ -271,7 +271,7 @@ class BaseIndex:
         """The number of labels by the shape of the task's head, where it is not the base's."""
         before = self.labels.get("num_labels")
         for name, shape in task.head_shapes(self.tensors).items():
-            if shape and self.tensors[name].shape[0] == before != shape[0]:
+            if shape and self.tensors[name].shape[:1] == (before,) != shape[:1]:
                 return {"num_labels": shape[0], "id2label": {i: f"LABEL_{i}" for i in range(shape[0])}}
         return {}
 
@@ -289,5 +289,5 @@ def _structure_of(module: nn.Module, known: dict[int, nn.Module]) -> nn.Module:
         for table in ("_parameters", "_buffers"):
             twin.__dict__[table] = dict(module.__dict__[table])
         children = module._modules.items()
-        twin.__dict__["_modules"] = {n: c and _structure_of(c, known) for n, c in children}
+        twin.__dict__["_modules"] = {n: None if c is None else _structure_of(c, known) for n, c in children}
     return known[id(module)]
