@@ -33,10 +33,11 @@ def test_each_name_is_checked_when_the_package_is_imported(place, name, monkeypa
     module, _, cls = place.partition(":")
     owner = import_module(module)
     owner = getattr(owner, cls) if cls else owner
-    holder = next((k for k in owner.__mro__ if name in vars(k)), None) if isinstance(owner, type) else owner
     if place == "torch:Tensor":
         pytest.skip("PyTorch's own classes cannot be changed")
-    monkeypatch.delattr(holder, name)
+    for holder in owner.__mro__ if isinstance(owner, type) else [owner]:
+        if name in vars(holder):
+            monkeypatch.delattr(holder, name)
     with pytest.raises(ImportError, match=rf"peft {peft.__version__}.* has no {name}.*pip install"):
         compat.check_private_names()
 

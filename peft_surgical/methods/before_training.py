@@ -122,7 +122,7 @@ class BackwardStart:
                 continue
             # a frozen layer with nothing trained below it keeps nothing for the backward pass, so there is nothing to
             # save by checkpointing it; and hooks inside a checkpoint have no effect
-            below = stack[lowest - 1 : lowest] if _is_anything_trained_before(stack[0], model) else stack[:lowest]
+            below = stack[lowest - 1 : lowest] if is_anything_trained_before(stack[0], model) else stack[:lowest]
             if is_reentrant:
                 self._hooks.append(stack[lowest - 1].register_forward_hook(_require_gradient))
             if is_reentrant or len(below) == lowest:
@@ -193,9 +193,9 @@ def _is_trained(layer: nn.Module) -> bool:
     return any(parameter.requires_grad for parameter in layer.parameters())
 
 
-def _is_anything_trained_before(layer: nn.Module, model: nn.Module) -> bool:
+def is_anything_trained_before(layer: nn.Module, model: nn.Module) -> bool:
     """Whether a trained parameter comes before a layer in the module tree, as embeddings and encoders do."""
-    first = next(layer.parameters())
+    first = next(layer.parameters(), None)
     for parameter in model.parameters():
         if parameter is first:
             return False

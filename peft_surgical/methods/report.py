@@ -11,6 +11,7 @@ from torch import nn
 from peft_surgical.copies.module import TunedModule
 from peft_surgical.copies.select import owners
 from peft_surgical.layers import Layer, find_stacks
+from peft_surgical.methods.before_training import is_anything_trained_before
 from peft_surgical.names import base_path
 
 
@@ -42,6 +43,8 @@ class TuningReport:
 
     rows: tuple[ReportRow, ...]
     depths: dict[str, int]
+    below: frozenset[str] = frozenset()
+    """The stacks with trained parameters below them, as embeddings are."""
 
     @property
     def parameters(self) -> int:
@@ -54,10 +57,13 @@ class TuningReport:
         return sum(row.bytes for row in self.rows)
 
     def lowest_layer(self, stack: str) -> int | None:
-        """The lowest trained layer of a stack: the backward pass stops there. None if none is trained.
+        """The layer of a stack that the backward pass stops at. None if it does not reach the stack.
 
-        Parameters below the stack (embeddings) make it run through the whole stack, that is down to 0.
+        That is the lowest trained one; or 0, where something below the stack is trained (embeddings, or an encoder
+        below a decoder), which the pass reaches through the whole stack.
         """
+        if stack in self.below:
+            return 0
         trained = [row.index for row in self.rows if row.stack == stack and row.index is not None]
         return min(trained) if trained else None
 
@@ -121,7 +127,8 @@ def tuning_report(model: nn.Module) -> TuningReport:
         )
         for stack, index in keys
     )
-    return TuningReport(rows, {name: len(stack) for name, stack in stacks.items()})
+    below = [name for name, stack in stacks.items() if is_anything_trained_before(stack.layers[0].module, model)]
+    return TuningReport(rows, {name: len(stack) for name, stack in stacks.items()}, frozenset(below))
 
 
 def _frozen(layer: Layer | None, trained: Sequence[str]) -> tuple[str, ...]:
