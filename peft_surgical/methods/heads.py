@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,6 +11,8 @@ import torch
 from peft import TaskType
 from peft.utils.other import ModulesToSaveWrapper
 from torch import nn
+
+from peft_surgical.layers import find_stacks
 
 
 TASKS_WITH_HEAD = (TaskType.SEQ_CLS, TaskType.TOKEN_CLS, TaskType.QUESTION_ANS)
@@ -19,14 +22,33 @@ _LABEL_SETTINGS = ("num_labels", "id2label", "label2id", "problem_type")
 def head_names(model: nn.Module, task_type: str | None) -> list[str]:
     """The names of the modules that make up the head of a transformers model for classification or extraction.
 
-    These are the children beside the bare model that hold parameters, e.g. `pre_classifier` and `classifier` in
-    DistilBERT. They are new for each task, so they are trained in full and saved with the adapter. A language model's
-    head belongs to the pretrained model and is not listed.
+    That is whatever lies beside the pretrained model and holds parameters, e.g. `pre_classifier` and `classifier` in
+    DistilBERT; of lists the modules in them. They are new for each task, so they are trained in full and saved with
+    the adapter. A language model's head belongs to the pretrained model and is not listed.
     """
-    bare = getattr(model, "base_model_prefix", "")
-    if task_type not in TASKS_WITH_HEAD or not bare or not hasattr(model, bare):
+    body = _pretrained_part(model) if task_type in TASKS_WITH_HEAD else None
+    if body is None:
         return []
-    return [name for name, child in model.named_children() if name != bare and any(True for _ in child.parameters())]
+    names: list[str] = []
+    for name, child in model.named_children():
+        if name == body or not any(True for _ in child.parameters()):
+            continue
+        names += [f"{name}.{i}" for i in range(len(child))] if isinstance(child, nn.ModuleList) else [name]
+    # PEFT finds modules by the end of their path, and copies modules alone
+    alike = {name for name in names for path, _ in model.named_modules() if path != name and path.endswith(name)}
+    for name in [*(name for name, _ in model.named_parameters(recurse=False)), *sorted(alike)]:
+        why = "a part of the pretrained model has that name" if name in alike else "it is a parameter by itself"
+        warnings.warn(f"{name!r} of {type(model).__name__}'s head is not trained: {why}.", stacklevel=2)
+    return [name for name in names if name not in alike]
+
+
+def _pretrained_part(model: nn.Module) -> str | None:
+    """The name of the child that is the bare model: by its usual name, or because all layers are in it."""
+    usual = getattr(model, "base_model_prefix", "")
+    if usual and isinstance(model._modules.get(usual), nn.Module):
+        return usual
+    holders = {stack.path.partition(".")[0] for stack in find_stacks(model).values()}
+    return holders.pop() if len(holders) == 1 and hasattr(model, "base_model_prefix") else None
 
 
 def label_settings(model: nn.Module) -> dict[str, Any]:

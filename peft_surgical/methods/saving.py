@@ -15,7 +15,8 @@ from peft_surgical.copies.module import TunedModule
 from peft_surgical.copies.select import original_tensor, token_embeddings
 from peft_surgical.distributed import rank, whole_weights
 from peft_surgical.files.adapter import decode_tensors, encode_tensor, is_encoded
-from peft_surgical.files.base import check_gathered, check_tensors, sharded
+from peft_surgical.files.base import check_gathered, check_tensors, describe_base, sharded
+from peft_surgical.layers import unwrap
 from peft_surgical.methods.heads import head_shapes
 from peft_surgical.names import PREFIX, as_attribute, as_in_file, without_engines, without_wrappers
 
@@ -121,6 +122,8 @@ class SavedState(BaseTuner):
 
     @classmethod
     def _get_adapter_state_dict(cls, model, config, adapter_name, state_dict, unwanted_adapter_names):
+        if config.base is not None:  # tokens may have been added since the adapter was made
+            config.base = {**config.base, "vocab_size": describe_base(unwrap(model), {})["vocab_size"]}
         found = super()._get_adapter_state_dict(model, config, adapter_name, state_dict, unwanted_adapter_names)
         expected = cls._wanted_shapes(config, adapter_name, state_dict)
         if not found:  # under FSDP1 the modules' paths are not the names of their tensors, and PEFT finds none

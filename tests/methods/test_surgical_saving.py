@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from adapters import make_config, outputs, save, shake
 from peft import PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
-from tiny_models import batch, build
+from tiny_models import VOCABULARY, batch, build
 
 from peft_surgical import SurgicalConfig
 
@@ -86,7 +87,8 @@ def test_a_fresh_process_gives_the_same_logits(tmp_path):
 import sys
 sys.path.insert(0, {str(Path(__file__).parents[1])!r})
 import torch
-from tiny_models import batch, build
+from adapters import make_config, outputs, save, shake
+from tiny_models import VOCABULARY, batch, build
 import peft_surgical
 from peft import PeftModel
 model = PeftModel.from_pretrained(build("bert").requires_grad_(False), {str(tmp_path / "adapter")!r})
@@ -263,3 +265,30 @@ def test_loading_leaves_the_given_state_alone():
         assert torch.equal(logits(other.requires_grad_(False)), logits(model))
     assert list(state) == list(kept)
     assert all(torch.equal(state[name], kept[name]) for name in kept)
+
+
+@pytest.mark.parametrize("method", ["SURGICAL", "STRATIFIED"])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_vocabulary_that_grew_is_recorded_when_the_adapter_is_saved(method, when, tmp_path):
+    def base(tokens: int = VOCABULARY):
+        torch.manual_seed(5)  # new rows are drawn at random
+        model = build("llama")
+        if tokens != VOCABULARY:
+            model.resize_token_embeddings(tokens, mean_resizing=False)
+        return model.eval()
+
+    grown = VOCABULARY + 7
+    if when == "before":
+        model = get_peft_model(base(grown), make_config(method, "llama", [1, 3]))
+    else:
+        model = get_peft_model(base(), make_config(method, "llama", [1, 3]))
+        torch.manual_seed(5)
+        model.resize_token_embeddings(grown, mean_resizing=False)
+    shake(model, "default").eval()
+    save(model, tmp_path)
+    with pytest.raises(ValueError, match=rf"resize_token_embeddings\({grown}\)"):
+        PeftModel.from_pretrained(base(), tmp_path)
+    loaded = PeftModel.from_pretrained(base(grown), tmp_path).eval()
+    assert outputs(loaded, "llama").shape[-1] == grown
+    for name, tensor in load_file(tmp_path / "adapter_model.safetensors").items():
+        assert torch.equal(tensor, load_file(save(loaded, tmp_path / "again") / "adapter_model.safetensors")[name])
