@@ -145,6 +145,28 @@ class FunctionalModule:
         return self.tensors[name] if name in self.tensors else getattr(self.module, name)
 
 
+def leave_fused_path(model: nn.Module, is_adapted: Callable[[nn.Module], bool]) -> None:
+    """Keep PyTorch's transformer layers from computing past the wrappers inside them.
+
+    In evaluation `nn.TransformerEncoderLayer` hands its weights to one fused kernel, without calling its modules.
+
+    Args:
+        model: The model with adapters.
+        is_adapted: Tells the wrappers of adapters.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.TransformerEncoderLayer) and any(map(is_adapted, module.modules())):
+            module.__dict__.setdefault("_was_fused", module.activation_relu_or_gelu)
+            module.activation_relu_or_gelu = 0  # what the layer asks first; nothing else reads it
+
+
+def return_to_fused_path(model: nn.Module) -> None:
+    """Undo `leave_fused_path`."""
+    for module in model.modules():
+        if "_was_fused" in module.__dict__:
+            module.activation_relu_or_gelu = module.__dict__.pop("_was_fused")  # type: ignore[assignment]
+
+
 def run_by_rows(
     base: nn.Module,
     module_for: Callable[[str], Callable[..., Any]],

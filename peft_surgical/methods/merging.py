@@ -10,6 +10,7 @@ from peft.utils.other import AuxiliaryTrainingWrapper
 from tqdm import tqdm
 
 from peft_surgical.compat import check_adapters_not_merged, get_submodules
+from peft_surgical.copies.compute import return_to_fused_path
 from peft_surgical.copies.in_place import TunedInPlace
 from peft_surgical.copies.ties import admit_untied_embeddings, forget_originals
 
@@ -48,6 +49,7 @@ def unload(tuner: Any, merge: bool, progressbar: bool, safe_merge: bool, adapter
         setattr(parent, child_name, plain)
     tuner._sync_labels(enabled=merge)
     forget_originals(tuner.model)
+    return_to_fused_path(tuner.model)
     if merge:
         admit_untied_embeddings(tuner.model)
     if hasattr(tuner.model, "peft_config"):

@@ -17,6 +17,7 @@ from peft.tuners.tuners_utils import (
 from peft.utils.integrations import gather_params_ctx
 from torch import nn
 
+from peft_surgical.copies.compute import leave_fused_path
 from peft_surgical.copies.in_place import TunedInPlace
 from peft_surgical.copies.module import TunedModule
 from peft_surgical.copies.select import innermost_tuned, matches_any, original_tensor
@@ -169,6 +170,7 @@ class DeltaTuner(SavedState, BaseTuner):
         for module in [self, *(module for module in model.modules() if id(module) not in present)]:
             module.training = model.training
         note_untied(model)
+        leave_fused_path(model, lambda module: isinstance(module, BaseTunerLayer))
         config: Any = self.peft_config[adapter_name]
         self._frozen_on_purpose = frozen  # PEFT gives back the flags that it set meanwhile
         self._copied = {}
