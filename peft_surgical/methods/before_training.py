@@ -12,6 +12,7 @@ import functools
 import logging
 import warnings
 from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any
 
@@ -23,6 +24,7 @@ from torch.utils.hooks import RemovableHandle
 
 from peft_surgical.copies.module import TunedModule
 from peft_surgical.copies.select import token_embeddings
+from peft_surgical.copies.tensors import TunedTensors
 from peft_surgical.layers import find_stacks
 
 
@@ -88,6 +90,59 @@ def frozen_statistics(model: nn.Module) -> Iterator[nn.Module]:
         if getattr(module, "running_mean", None) is not None and id(module) not in tuned:
             if not isinstance(module, (TunedModule, AuxiliaryTrainingWrapper)):
                 yield module
+
+
+class HeldBuffers:
+    """Gives the base's buffers their values back after each forward pass in training, e.g. `spectral_norm`'s vectors.
+
+    Which ones move is seen in the first pass; the clones of all others are let go then.
+    """
+
+    def __init__(self) -> None:
+        self._kept: list[tuple[nn.Module, str, torch.Tensor]] | None = None
+
+    @contextmanager
+    def during_forward(self, model: nn.Module) -> Iterator[None]:
+        """Hold the buffers of a model for the time of a forward pass."""
+        self.give_back()  # gradient checkpointing computes again in the backward pass
+        is_first = self._kept is None
+        if self._kept is None:
+            of_adapters = {id(b) for b in _adapters_buffers(model)}
+            self._kept = [
+                (module, name, buffer.detach().clone())
+                for module in model.modules()
+                for name, buffer in module._buffers.items()
+                if buffer is not None and id(buffer) not in of_adapters
+            ]
+        before = [module._buffers[name] for module, name, _ in self._kept]
+        versions = [None if buffer is None else buffer._version for buffer in before]
+        try:
+            yield
+        finally:
+            if is_first:
+                after = [module._buffers[name] for module, name, _ in self._kept]
+                self._kept = [
+                    kept
+                    for kept, a, b, version in zip(self._kept, before, after, versions, strict=True)
+                    if a is not b or (b is not None and b._version != version)
+                ]
+            self.give_back()
+
+    @torch.no_grad()
+    def give_back(self) -> None:
+        """Give the buffers that move their values back."""
+        for module, name, kept in self._kept or ():
+            buffer = module._buffers[name]
+            if buffer is not None and buffer.shape == kept.shape:
+                buffer.copy_(kept)
+
+
+def _adapters_buffers(model: nn.Module) -> Iterator[torch.Tensor]:
+    for module in model.modules():
+        if isinstance(module, TunedTensors):
+            yield from module.buffers()
+        elif isinstance(module, ModulesToSaveWrapper):
+            yield from module.modules_to_save.buffers()
 
 
 logger = logging.getLogger(__name__)

@@ -9,11 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from peft.tuners.tuners_utils import (
-    BaseTuner,
-    BaseTunerLayer,
-    check_target_module_exists,
-)
+from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer, check_target_module_exists
 from peft.utils.integrations import gather_params_ctx
 from torch import nn
 
@@ -23,13 +19,10 @@ from peft_surgical.copies.module import TunedModule
 from peft_surgical.copies.select import innermost_tuned, matches_any, original_tensor
 from peft_surgical.copies.ties import note_untied
 from peft_surgical.distributed import check_not_prepared
-from peft_surgical.files.base import (
-    check_base,
-    check_file,
-    describe_base,
-)
+from peft_surgical.files.base import check_base, check_file, describe_base
 from peft_surgical.methods.before_training import (
     BackwardStart,
+    HeldBuffers,
     adapter_parameters,
     frozen_statistics,
     warn_of_surprises,
@@ -236,21 +229,27 @@ class DeltaTuner(SavedState, BaseTuner):
     @contextmanager
     def _enable_peft_forward_hooks(self, *args: Any, **kwargs: Any) -> Iterator[None]:
         """Called by PEFT around forward and generate; serves batches whose rows belong to different adapters."""
-        if self.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            self._before_training()
         names = kwargs.get("adapter_names")
-        if names is None:
+        if torch.compiler.is_compiling() and names is None:
             yield
             return
-        beams = kwargs.get("num_beams") or 1
-        with adapter_names_in_forward(self, names, [*args, *kwargs.values()], beams):
+        with ExitStack() as stack:
+            if names is not None:
+                beams = kwargs.get("num_beams") or 1
+                stack.enter_context(adapter_names_in_forward(self, names, [*args, *kwargs.values()], beams))
+            elif self.training and torch.is_grad_enabled():
+                self._before_training()
+                stack.enter_context(self._held_buffers.during_forward(self.model))
+            elif "_held_buffers" in self.__dict__:
+                self._held_buffers.give_back()
             yield
 
     def _before_training(self) -> None:
         if "_backward_start" not in self.__dict__:
             self._backward_start = BackwardStart()
-        if not self._is_trained_set_checked:
+        if "_held_buffers" not in self.__dict__ or not self._is_trained_set_checked:
             self._is_trained_set_checked = True
+            self._held_buffers = HeldBuffers()
             warn_of_surprises(self, self._frozen_on_purpose)
             self._backward_start.look_again()
         self._backward_start.update(self.model)
