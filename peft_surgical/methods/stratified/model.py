@@ -30,7 +30,7 @@ from peft_surgical.methods.hotswap import swap_in
 from peft_surgical.methods.register import load_on_cpu, register_hotswap, register_method
 from peft_surgical.methods.resolve import Matching, Resolution, expand_all_linear, is_excluded
 from peft_surgical.methods.stratified.config import StratifiedConfig
-from peft_surgical.methods.stratified.layers import StratifiedInPlace, StratifiedModule, make_restoring
+from peft_surgical.methods.stratified.layers import RestoresBase, StratifiedInPlace, StratifiedModule, make_restoring
 from peft_surgical.methods.stratified.strata import plain_strata, resolve_strata, unite_strata
 from peft_surgical.methods.stratified.tensors import check_choice, choose
 from peft_surgical.methods.tuner import DeltaTuner
@@ -211,12 +211,18 @@ class StratifiedModel(DeltaTuner, LoraModel):  # type: ignore[misc]
             warnings.warn("An adapter cannot be added while others are merged. Unmerging them first.", stacklevel=2)
             self.unmerge_adapter()
         super().inject_adapter(model, adapter_name, *args, **kwargs)
+        config: Any = self.peft_config[adapter_name]
+        for module in self._tuner_layers() if config.resolution.copies else ():
+            if isinstance(module, RestoresBase):
+                module.beside_copies = module.beside_copies | {adapter_name}
 
     def delete_adapter(self, adapter_name: str) -> None:
         super().delete_adapter(adapter_name)
         for module in self._tuner_layers():
             if isinstance(module, LoraLayer):
                 module.lora_variant.pop(adapter_name, None)
+            if isinstance(module, RestoresBase):
+                module.beside_copies = module.beside_copies - {adapter_name}
 
     # ---- merging
 
