@@ -68,7 +68,9 @@ class DeltaConfig(PeftConfig):
         return own
 
     @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path: str, subfolder: str | None = None, **kwargs: Any):
+    def from_pretrained(  # type: ignore[override]
+        cls, pretrained_model_name_or_path: str, subfolder: str | None = None, **kwargs: Any
+    ) -> Self:
         config = super().from_pretrained(pretrained_model_name_or_path, subfolder=subfolder, **kwargs)
         # so that the weights can be checked before the model is changed
         config._source = (pretrained_model_name_or_path, subfolder, cls._split_kwargs(kwargs)[0])

@@ -53,7 +53,7 @@ def load_on_cpu() -> None:
     if not hasattr(original, "sources"):
 
         @functools.wraps(original)
-        def by_source(model_id, device=None, *args, **kwargs):
+        def by_source(model_id: Any, device: Any = None, *args: Any, **kwargs: Any) -> Any:
             is_ours = os.fspath(model_id) in by_source.sources  # type: ignore[attr-defined]
             return original(model_id, "cpu" if is_ours else device, *args, **kwargs)
 
@@ -74,7 +74,9 @@ def register_hotswap(name: str, swap_in: SwapIn, model_cls: type[BaseTuner], key
         keys: Options in which the two configs must agree, as PEFT checks them.
     """
 
-    def without_adapter_name(model, state_dict, adapter_name, config, *args, **kwargs):
+    def without_adapter_name(
+        model: Any, state_dict: Any, adapter_name: str, config: Any, *args: Any, **kwargs: Any
+    ) -> None:
         names = {key: model_cls._remove_adapter_name_from_key(key, adapter_name) for key in state_dict}
         swap_in(model, {names[key]: tensor for key, tensor in state_dict.items()}, adapter_name, config)
 
@@ -83,7 +85,7 @@ def register_hotswap(name: str, swap_in: SwapIn, model_cls: type[BaseTuner], key
     if not hasattr(original, "swaps"):
 
         @functools.wraps(original)
-        def by_method(model, state_dict, adapter_name, config, *args, **kwargs):
+        def by_method(model: Any, state_dict: Any, adapter_name: str, config: Any, *args: Any, **kwargs: Any) -> Any:
             swap = by_method.swaps.get(config.peft_type, original)  # type: ignore[attr-defined]
             return swap(model, state_dict, adapter_name, config, *args, **kwargs)
 

@@ -121,7 +121,9 @@ class SavedState(BaseTuner):
         return lambda name: name in of_embeddings or (has_tokens and name.endswith(TRAINED_TOKENS))
 
     @classmethod
-    def _get_adapter_state_dict(cls, model, config, adapter_name, state_dict, unwanted_adapter_names):
+    def _get_adapter_state_dict(
+        cls, model: Any, config: Any, adapter_name: str, state_dict: Any, unwanted_adapter_names: Any
+    ) -> dict[str, torch.Tensor]:
         if config.base is not None:  # tokens may have been added since the adapter was made
             config.base = {**config.base, "vocab_size": describe_base(unwrap(model), {})["vocab_size"]}
         found = super()._get_adapter_state_dict(model, config, adapter_name, state_dict, unwanted_adapter_names)
@@ -157,7 +159,9 @@ class SavedState(BaseTuner):
         return {present.get(prefix + name, prefix + name): shape for name, shape in config.resolution.shapes.items()}
 
     @classmethod
-    def _remap_adapter_state_dict_for_load(cls, model, config, adapter_name, state_dict):
+    def _remap_adapter_state_dict_for_load(
+        cls, model: Any, config: Any, adapter_name: str, state_dict: Any
+    ) -> dict[str, torch.Tensor]:
         state_dict = {config.present_name(name): tensor for name, tensor in state_dict.items()}
         with whole_weights(model) if is_encoded(state_dict) else nullcontext():
             decoded = decode_state(model, adapter_name, state_dict, cls._remove_adapter_name_from_key)

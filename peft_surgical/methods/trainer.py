@@ -107,7 +107,7 @@ class BestAdapterCallback(TrainerCallback):
         >>> callback = BestAdapterCallback()  # for Trainer(..., callbacks=[callback])
     """
 
-    def on_train_end(self, args, state, control, model=None, **kwargs):
+    def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         checkpoint = state.best_model_checkpoint
         if not args.load_best_model_at_end or checkpoint is None:
             return

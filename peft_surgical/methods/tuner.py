@@ -12,6 +12,7 @@ import torch
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer, check_target_module_exists
 from peft.utils.integrations import gather_params_ctx
 from torch import nn
+from typing_extensions import Self
 
 from peft_surgical.copies.compute import leave_fused_path
 from peft_surgical.copies.in_place import TunedInPlace
@@ -218,7 +219,7 @@ class DeltaTuner(SavedState, BaseTuner):
         """Delete an adapter. If it was the active one, the oldest remaining adapter becomes active on all modules."""
         delete_adapter(self, adapter_name)
 
-    def train(self, mode: bool = True):
+    def train(self, mode: bool = True) -> Self:
         """As in `nn.Module`, except that running statistics of frozen modules do not move in training."""
         super().train(mode)
         if mode:

@@ -200,7 +200,7 @@ class StratifiedModel(DeltaTuner, LoraModel):  # type: ignore[misc]
             )
 
     @staticmethod
-    def _create_new_module(lora_config: Any, adapter_name: str, target: nn.Module, **kwargs: Any):
+    def _create_new_module(lora_config: Any, adapter_name: str, target: nn.Module, **kwargs: Any) -> Any:
         return make_restoring(LoraModel._create_new_module(lora_config, adapter_name, target, **kwargs), adapter_name)
 
     def _check_target_module_compatiblity(self, peft_config: Any, model: nn.Module, target_name: str) -> None:
