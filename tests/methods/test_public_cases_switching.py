@@ -153,6 +153,7 @@ def test_M7_exports_are_read_without_this_package(tmp_path):
 # M8, rows of different tasks in one batch: test_adapter_api.py
 def test_M8_mixed_batches_are_tested_where_the_api_is():
     import test_adapter_api
+    import test_compat
 
     assert test_adapter_api.test_rows_of_different_adapters_equal_each_row_by_itself
     assert test_adapter_api.test_wrong_names_in_a_batch_raise
@@ -186,9 +187,10 @@ def test_M10_the_bases_own_outputs_are_there_all_the_time(method, family):
 # R1, registration: test_adapter_api.py
 def test_R1_registration_is_tested_where_the_api_is():
     import test_adapter_api
+    import test_compat
 
     assert test_adapter_api.test_every_stock_method_keeps_its_mapping_and_importing_again_changes_nothing
-    assert test_adapter_api.test_an_unknown_peft_is_named
+    assert test_compat.test_each_name_is_checked_when_the_package_is_imported
 
 
 @methods

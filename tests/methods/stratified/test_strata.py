@@ -63,8 +63,7 @@ def test_every_way_to_say_it_gives_the_same_strata(options):
 
 def test_strata_are_stored_in_the_config_and_mean_the_same_when_read_again():
     model = build("bert")
-    config = StratifiedConfig(n1=0, n2=1, variant="I")
-    get_peft_model(model, config)
+    config = get_peft_model(model, StratifiedConfig(n1=0, n2=1, variant="I")).peft_config["default"]
     assert config.strata == [
         {"layers": [0], "tune": "frozen"},
         {"layers": [1], "tune": "bitfit"},

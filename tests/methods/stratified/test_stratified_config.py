@@ -134,6 +134,7 @@ def test_full_lora_works_on_both_stacks(family):
 def test_the_best_layers_get_lora_the_next_biases_the_rest_nothing():
     config = StratifiedConfig.by_ranking(Ranking([2, 5, 0, 1, 4, 3]), lora=2, bitfit=1, variant="I", r=2)
     model = get_peft_model(build("bert", num_hidden_layers=6), config)
+    config = model.peft_config["default"]
     strata = [(s["layers"], s["tune"]) for s in config.strata]
     assert strata == [([0], "bitfit"), ([1, 3, 4], "frozen"), ([2, 5], "lora")]
     assert config.ranking_record == {"order": [2, 5, 0, 1, 4, 3], "stack": None}
