@@ -153,7 +153,6 @@ def test_M7_exports_are_read_without_this_package(tmp_path):
 # M8, rows of different tasks in one batch: test_adapter_api.py
 def test_M8_mixed_batches_are_tested_where_the_api_is():
     import test_adapter_api
-    import test_compat
 
     assert test_adapter_api.test_rows_of_different_adapters_equal_each_row_by_itself
     assert test_adapter_api.test_wrong_names_in_a_batch_raise
