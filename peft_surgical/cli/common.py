@@ -131,7 +131,7 @@ def _load_library() -> None:
 
 def _open_console(quiet: bool) -> Console:
     """A console that is silent on all processes but the first."""
-    from peft_surgical.training.prepare import this_process
+    from peft_surgical.distributed import this_process
 
     return Console(quiet=quiet or not this_process().is_main_process, highlight=False)
 
@@ -173,7 +173,7 @@ def _tidy_logging(console: Console) -> Iterator[None]:
 @contextmanager
 def _ending_processes() -> Iterator[None]:
     """End the process group that a command has started: its threads may crash a process that ends before them."""
-    from peft_surgical.training.prepare import this_process
+    from peft_surgical.distributed import this_process
 
     done = False
     try:

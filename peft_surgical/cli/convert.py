@@ -79,12 +79,14 @@ def _distil(
     text_columns: tuple[str, ...],
     progress: bool,
 ) -> Distillation:
+    from peft.utils import SAFETENSORS_WEIGHTS_NAME
     from torch.utils.data import DataLoader
     from transformers import DataCollatorWithPadding
 
     from peft_surgical.convert.convert import base_of
     from peft_surgical.convert.distil import distil_scales
     from peft_surgical.convert.merge import adapted_model
+    from peft_surgical.files.safetensors_io import reset_mode
     from peft_surgical.methods.config import open_adapter
     from peft_surgical.training.data import find_split, read_splits
     from peft_surgical.training.prepare import load_tokenizer
@@ -100,4 +102,5 @@ def _distil(
     batches = DataLoader(encoded, batch_size=batch_size, collate_fn=DataCollatorWithPadding(tokenizer))  # type: ignore[arg-type]
     found = distil_scales(model, batches, progress=progress)
     model.save_pretrained(str(output))
+    reset_mode(output / SAFETENSORS_WEIGHTS_NAME)
     return found

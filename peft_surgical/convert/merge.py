@@ -19,7 +19,7 @@ from transformers import AutoConfig
 from peft_surgical.files.adapter import AdapterFile, Entry
 from peft_surgical.files.base import check_base
 from peft_surgical.files.checkpoint import TASKS, Checkpoint, ModelTensors, architecture_of, empty_model
-from peft_surgical.files.safetensors_io import write_checkpoint
+from peft_surgical.files.safetensors_io import reset_mode, write_checkpoint
 from peft_surgical.methods.config import open_adapter
 from peft_surgical.methods.heads import apply_label_settings
 
@@ -63,6 +63,8 @@ def merge_checkpoint(
         merged: Any = adapted_model(before, delta).merge_and_unload()
         merged = merged if dtype is None else merged.to(dtype)
         merged.save_pretrained(folder, max_shard_size=max_shard_size)
+        for file in folder.glob("*.safetensors"):
+            reset_mode(file)
     for path in before.side_files():
         shutil.copy(path, folder / path.name)
     return model

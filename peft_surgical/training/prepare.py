@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import PartialState
-from accelerate.utils import parse_flag_from_env
 from datasets import Dataset
 from peft import PeftModel, TaskType
 from torch import nn
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, DataCollatorWithPadding, set_seed
 
+from peft_surgical.distributed import this_process
 from peft_surgical.methods.heads import head_names
 from peft_surgical.ranking.rank import LayerRanking, rank_layers
 from peft_surgical.training.data import Parts, Task, read_splits, split_rows
@@ -116,15 +115,6 @@ def rank(prepared: Prepared, job: TrainingJob, *, progress: bool = True) -> Laye
         stack=job.stack,
         progress=progress,
     )
-
-
-def this_process() -> PartialState:
-    """This process among those of a run: whether it is the first, how many there are, and the device to run on.
-
-    The device is the CPU where there is no accelerator, or under `accelerate launch --cpu`.
-    """
-    on_cpu = parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.accelerator.is_available()
-    return PartialState(cpu=on_cpu)
 
 
 def load_tokenizer(model: str) -> Any:

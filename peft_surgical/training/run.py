@@ -12,6 +12,7 @@ from datasets import Dataset
 from torch import nn
 from transformers import TrainerCallback
 
+from peft_surgical.distributed import this_process
 from peft_surgical.layers import choose_stack, find_stacks
 from peft_surgical.ranking.rank import LayerRanking
 from peft_surgical.training.card import (
@@ -27,7 +28,7 @@ from peft_surgical.training.card import (
 )
 from peft_surgical.training.job import METRICS, TrainingJob
 from peft_surgical.training.methods import METHODS
-from peft_surgical.training.prepare import max_length, prepare, rank, this_process
+from peft_surgical.training.prepare import max_length, prepare, rank
 from peft_surgical.training.tasks import encode
 from peft_surgical.training.trainer import make_trainer, require_metrics, training_arguments
 

@@ -13,10 +13,9 @@ import torch
 from torch import nn
 from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback, TrainingArguments
 
-from peft_surgical.distributed import shard_by_layer
+from peft_surgical.distributed import shard_by_layer, this_process
 from peft_surgical.training.card import CHECKPOINTS
 from peft_surgical.training.job import TrainingJob
-from peft_surgical.training.prepare import this_process
 
 
 class JointTrainer(Trainer):
