@@ -172,7 +172,7 @@ class Demo:
 
     def tune(self, task: str, run: TrainingRun) -> None:
         """Train and measure a run, and check that it beats the head alone."""
-        from peft_surgical.training.trainer import StepBar
+        from peft_surgical.training.run import StepBar
 
         run.callbacks = [StepBar()] if self.console.is_terminal and not self.console.quiet else []
         run.fit()

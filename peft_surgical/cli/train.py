@@ -36,8 +36,7 @@ def train(
     """
     from tqdm import tqdm
 
-    from peft_surgical.training.run import TrainingRun
-    from peft_surgical.training.trainer import EpochLines, StepBar
+    from peft_surgical.training.run import EpochLines, StepBar, TrainingRun
 
     job = _make_job(ctx, options, resume)
     run = TrainingRun(job, resume=resume, overwrite=overwrite)

@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 RANKING_FILE = "ranking.json"
 METRICS_FILE = "metrics.json"
 CHECKPOINTS = "checkpoints"
+_LIBRARIES = ("torch", "transformers", "peft", "accelerate", "datasets")
 
 
 def check_folder(job: TrainingJob, *, resume: bool = False, overwrite: bool = False) -> None:
@@ -50,12 +51,18 @@ def check_folder(job: TrainingJob, *, resume: bool = False, overwrite: bool = Fa
         raise ValueError(
             f"--output {folder} holds files that were not written by `peft-surgical train`. Choose another folder."
         )
+    if not resume and not overwrite:
+        raise ValueError(f"--output {folder} is not empty. Use --resume to go on, --overwrite to start over.")
     if resume and (folder / METRICS_FILE).exists():
         raise ValueError(f"--output {folder} holds a finished run. Use --overwrite to start over.")
-    if resume:
-        _refuse_other_job(TrainingJob.load(folder), job)
-    elif not overwrite:
-        raise ValueError(f"--output {folder} is not empty. Use --resume to go on, --overwrite to start over.")
+    old = TrainingJob.load(folder) if resume else job
+    for name, now in vars(job).items():
+        before = getattr(old, name)
+        if before != now and name not in ("output", "keep_checkpoints", "report_to"):
+            raise ValueError(
+                f"--resume: {name} was {before!r} when the run in {folder} started and is {now!r} now. "
+                "A resumed run keeps its options; use --overwrite to start another."
+            )
 
 
 def open_folder(job: TrainingJob, *, overwrite: bool = False) -> None:
@@ -118,12 +125,7 @@ def make_results(
         }
     return {
         "method": job.method,
-        "task": {
-            "kind": task.kind,
-            "text_columns": task.text_columns,
-            "label_column": task.label_column,
-            "labels": task.labels,
-        },
+        "task": {name: getattr(task, name) for name in ("kind", "text_columns", "label_column", "labels")},
         "metric": metric,
         "evaluation": {
             "rows": parts.evaluation_name,
@@ -135,7 +137,7 @@ def make_results(
         **measured,
         "files": {file.name: file.stat().st_size for file in sorted(Path(job.output).glob("*.safetensors"))},
         "history": _history(state.log_history),
-        "versions": _versions(),
+        "versions": {"peft_surgical": __version__, **{name: version(name) for name in _LIBRARIES}},
     }
 
 
@@ -164,7 +166,6 @@ def write_model_card(
     columns = " and ".join(f"`{column}`" for column in task["text_columns"])
     trained, total = results["parameters"]["trained"], results["parameters"]["total"]
     percent = 100 * trained / total
-    share = f"{percent:.2g}%" if percent < 99.5 else f"{percent:.0f}%"
     layers = "; ".join(f"{stack} {', '.join(map(str, found))}" for stack, found in results["layers"].items())
     notes = ""
     if parts.optimistic:
@@ -187,7 +188,7 @@ def write_model_card(
 `{job.model}`, tuned by the method *{job.method}* ({METHODS[job.method].about}) to tell {wanted} from {columns} of \
 `{job.data}`.
 
-Trained: {trained:,} of {total:,} parameters ({share}){f", in the layers: {layers}" if layers else ""}.
+Trained: {trained:,} of {total:,} parameters ({percent:.3g}%){f", in the layers: {layers}" if layers else ""}.
 
 ## Results
 
@@ -217,11 +218,7 @@ Made with {", ".join(f"{name} {number}" for name, number in results["versions"].
 
 
 def describe_selection(results: dict[str, Any]) -> str:
-    """How the checkpoint was chosen, in a sentence or two.
-
-    Args:
-        results: The content of `metrics.json`.
-    """
+    """How the checkpoint was chosen, in a sentence or two, from the content of `metrics.json`."""
     selection = results["selection"]
     if selection is None:
         return "The last checkpoint was taken; none was chosen by its quality."
@@ -251,22 +248,6 @@ def _usage(job: TrainingJob, task: dict[str, Any]) -> str:
 tokenizer = AutoTokenizer.from_pretrained("{here if job.method == "full" else job.model}")
 logits = model(**tokenizer({texts}, return_tensors="pt")).logits
 print({f"{[*labels]}[logits.argmax()]" if labels else "float(logits)"})"""
-
-
-def _refuse_other_job(old: TrainingJob, new: TrainingJob) -> None:
-    for name in vars(new):
-        before, now = getattr(old, name), getattr(new, name)
-        if before != now and name not in ("output", "keep_checkpoints", "report_to"):
-            raise ValueError(
-                f"--resume: {name} was {before!r} when the run in {new.output} started and is {now!r} now. "
-                "A resumed run keeps its options; use --overwrite to start another."
-            )
-
-
-def _versions() -> dict[str, str]:
-    """The versions of what took part."""
-    others = ("torch", "transformers", "peft", "accelerate", "datasets")
-    return {"peft_surgical": __version__, **{name: version(name) for name in others}}
 
 
 def _without_prefix(metrics: dict[str, float], prefix: str) -> dict[str, float]:
