@@ -1,4 +1,4 @@
-"""`peft-surgical convert` and `peft-surgical export-lora`: saved adapters in another form."""
+"""`peft-surgical inspect`, `convert` and `export-lora`: what is in saved adapters, and the same in another form."""
 
 from __future__ import annotations
 
@@ -8,17 +8,37 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from peft_surgical.cli.common import Encoding, size
+from peft_surgical.cli.common import Adapter, Encoding, Output, size
 
 
 if TYPE_CHECKING:
-    from peft_surgical.convert.distil import Distillation
+    from peft_surgical.convert.convert import Distillation
+
+
+def inspect(
+    console: Console,
+    adapters: Annotated[
+        list[str], typer.Argument(help="One saved adapter to look at, or two to compare: folders or names on the hub.")
+    ],
+    base: Annotated[
+        str | None,
+        typer.Option(help="The base of two adapters, to show the cosine; for encoded ones it is found if not given."),
+    ] = None,
+) -> None:
+    """Show an adapter's layers, encodings, sizes and errors; or what two adapters have in common."""
+    from peft_surgical.convert.inspect import compare_adapters, inspect_adapter
+
+    if len(adapters) > 2:
+        raise ValueError(f"{len(adapters)} adapters were given; allowed are one, or two to compare.")
+    alone = len(adapters) == 1
+    found = inspect_adapter(adapters[0]) if alone else compare_adapters(adapters[0], adapters[1], base)
+    console.print(str(found), markup=False, soft_wrap=True)
 
 
 def convert(
     console: Console,
-    adapter: Annotated[str, typer.Argument(help="The adapter: a folder, or its name on the hub.")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="The folder to write to.")],
+    adapter: Adapter,
+    output: Output,
     encoding: Encoding,
     base: Annotated[str | None, typer.Option(help="The base model, if not where the adapter's config says.")] = None,
     distil: Annotated[
@@ -31,10 +51,7 @@ def convert(
     batch_size: Annotated[int, typer.Option(help="With --distil: rows per batch.")] = 16,
     text_columns: Annotated[
         list[str] | None,
-        typer.Option(
-            "--text-column",
-            help="With --distil: column with the text; twice for two texts. Found if not given.",
-        ),
+        typer.Option("--text-column", help="With --distil: column with the text; twice for two texts, or found."),
     ] = None,
 ) -> None:
     """Write an adapter again with another encoding: smaller, or the plain values back."""
@@ -57,7 +74,7 @@ def convert(
 def export(
     console: Console,
     adapter: Annotated[str, typer.Argument(help="The STRATIFIED adapter: a folder, or its name on the hub.")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="The folder to write to.")],
+    output: Output,
     head: Annotated[bool, typer.Option("--head", help="Include the head: for PEFT itself, not for servers.")] = False,
 ) -> None:
     """Write the LoRA part of a STRATIFIED adapter alone, for servers that take nothing else."""
@@ -83,8 +100,7 @@ def _distil(
     from torch.utils.data import DataLoader
     from transformers import DataCollatorWithPadding
 
-    from peft_surgical.convert.convert import base_of
-    from peft_surgical.convert.distil import distil_scales
+    from peft_surgical.convert.convert import base_of, distil_scales
     from peft_surgical.convert.merge import adapted_model
     from peft_surgical.files.safetensors_io import reset_mode
     from peft_surgical.methods.config import open_adapter
