@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -12,7 +12,7 @@ from peft_surgical.cli.common import Adapter, Encoding, Output, size
 
 
 if TYPE_CHECKING:
-    from peft_surgical.convert.convert import Distillation
+    from torch.utils.data import DataLoader
 
 
 def inspect(
@@ -55,8 +55,13 @@ def convert(
     ] = None,
 ) -> None:
     """Write an adapter again with another encoding: smaller, or the plain values back."""
-    from peft_surgical.convert.convert import convert_adapter
+    from peft.utils import SAFETENSORS_WEIGHTS_NAME
+
+    from peft_surgical.convert.convert import base_of, convert_adapter, distil_scales
     from peft_surgical.convert.inspect import inspect_adapter
+    from peft_surgical.convert.merge import adapted_model
+    from peft_surgical.files.safetensors_io import reset_mode
+    from peft_surgical.methods.config import open_adapter
 
     progress = console.is_terminal and not console.quiet
     if distil is None:
@@ -64,11 +69,17 @@ def convert(
     elif encoding != "sign":
         raise ValueError(f"--distil finds step sizes for --encoding sign, not for {encoding}.")
     else:
-        found = _distil(adapter, output, base, distil, rows, batch_size, tuple(text_columns or ()), progress)
+        saved = open_adapter(adapter)
+        before = base_of(saved, base)
+        model = adapted_model(before, saved).eval()
+        batches = _read_batches(before.source, distil, text_columns or (), rows, batch_size)
+        found = distil_scales(model, batches, progress=progress)
+        model.save_pretrained(str(output))
+        reset_mode(output / SAFETENSORS_WEIGHTS_NAME)
         console.print(f"Mean squared error of the outputs: {found.before:.3g}, distilled {found.after:.3g}")
-    before, after = inspect_adapter(adapter), inspect_adapter(output)
-    console.print(str(after), markup=False, soft_wrap=True)
-    console.print(f"\nSaved {output}: {size(after.nbytes)}, was {size(before.nbytes)}")
+    written = inspect_adapter(output)
+    console.print(str(written), markup=False, soft_wrap=True)
+    console.print(f"\nSaved {output}: {size(written.nbytes)}, was {size(inspect_adapter(adapter).nbytes)}")
 
 
 def export(
@@ -86,37 +97,17 @@ def export(
     console.print(f"Saved {output}; {len(left_out)} tensors are left out")
 
 
-def _distil(
-    adapter: str,
-    output: Path,
-    base: str | None,
-    data: str,
-    rows: int,
-    batch_size: int,
-    text_columns: tuple[str, ...],
-    progress: bool,
-) -> Distillation:
-    from peft.utils import SAFETENSORS_WEIGHTS_NAME
+def _read_batches(model: str, data: str, text_columns: Sequence[str], rows: int, batch_size: int) -> DataLoader:
+    """Batches of the first training rows of labelled text."""
     from torch.utils.data import DataLoader
     from transformers import DataCollatorWithPadding
 
-    from peft_surgical.convert.convert import base_of, distil_scales
-    from peft_surgical.convert.merge import adapted_model
-    from peft_surgical.files.safetensors_io import reset_mode
-    from peft_surgical.methods.config import open_adapter
     from peft_surgical.training.data import find_split, read_splits
     from peft_surgical.training.prepare import load_tokenizer
     from peft_surgical.training.tasks import encode, make_task
 
-    file = open_adapter(adapter)
-    before = base_of(file, base)
-    model = adapted_model(before, file).eval()
-    tokenizer = load_tokenizer(before.source)
+    tokenizer = load_tokenizer(model)
     task = make_task(read_splits(data), text_columns=text_columns)
     split = task.split(find_split(task.splits, "train") or next(iter(task.splits)))
-    encoded = encode(split.select(range(min(rows, len(split)))), tokenizer, 128)
-    batches = DataLoader(encoded, batch_size=batch_size, collate_fn=DataCollatorWithPadding(tokenizer))  # type: ignore[arg-type]
-    found = distil_scales(model, batches, progress=progress)
-    model.save_pretrained(str(output))
-    reset_mode(output / SAFETENSORS_WEIGHTS_NAME)
-    return found
+    encoded: Any = encode(split.select(range(min(rows, len(split)))), tokenizer, 128)
+    return DataLoader(encoded, batch_size=batch_size, collate_fn=DataCollatorWithPadding(tokenizer))

@@ -18,7 +18,7 @@ from transformers import AutoConfig
 
 from peft_surgical.files.adapter import AdapterFile, Entry
 from peft_surgical.files.base import check_base
-from peft_surgical.files.checkpoint import TASKS, Checkpoint, ModelTensors, architecture_of, empty_model
+from peft_surgical.files.checkpoint import TASKS, Checkpoint, ModelTensors, architecture_of, bare_class_of, empty_model
 from peft_surgical.files.safetensors_io import reset_mode, write_checkpoint
 from peft_surgical.methods.config import open_adapter
 from peft_surgical.methods.heads import apply_label_settings
@@ -99,7 +99,7 @@ def _architecture(config: Any, delta: AdapterFile, record: Mapping[str, Any]) ->
     endings = [ending for ending, task in TASKS.items() if task == delta.config.task_type]
     if not endings or (own and own.endswith(tuple(endings))):
         return own
-    bare = getattr(transformers.AutoModel._model_mapping.get(type(config), None), "__name__", "").removesuffix("Model")
+    bare = (bare_class_of(config) or "").removesuffix("Model")
     return next((bare + ending for ending in endings if hasattr(transformers, bare + ending)), own)
 
 

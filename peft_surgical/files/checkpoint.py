@@ -168,10 +168,12 @@ def empty_model(source: Checkpoint, architecture: str | None = None, **changes: 
 
 def architecture_of(config: PretrainedConfig) -> str | None:
     """The class of the model that a config belongs to, the bare model's if it does not say."""
-    if config.architectures:
-        return config.architectures[0]
-    bare: Any = transformers.AutoModel._model_mapping.get(type(config), None)
-    return getattr(bare, "__name__", None)
+    return config.architectures[0] if config.architectures else bare_class_of(config)
+
+
+def bare_class_of(config: PretrainedConfig) -> str | None:
+    """The class of the model without a head that a config belongs to."""
+    return getattr(transformers.AutoModel._model_mapping.get(type(config), None), "__name__", None)
 
 
 def task_type_of(model: nn.Module) -> TaskType | None:

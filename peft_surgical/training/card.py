@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-import shutil
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -63,15 +62,6 @@ def check_folder(job: TrainingJob, *, resume: bool = False, overwrite: bool = Fa
                 f"--resume: {name} was {before!r} when the run in {folder} started and is {now!r} now. "
                 "A resumed run keeps its options; use --overwrite to start another."
             )
-
-
-def open_folder(job: TrainingJob, *, overwrite: bool = False) -> None:
-    """Make a job's folder, emptied if it is to be overwritten, and write the job into it."""
-    folder = Path(job.output)
-    if overwrite:
-        shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True, exist_ok=True)
-    job.save(folder)
 
 
 def newest_checkpoint(folder: Path) -> Path | None:
@@ -166,7 +156,7 @@ def write_model_card(
     columns = " and ".join(f"`{column}`" for column in task["text_columns"])
     trained, total = results["parameters"]["trained"], results["parameters"]["total"]
     percent = 100 * trained / total
-    layers = "; ".join(f"{stack} {', '.join(map(str, found))}" for stack, found in results["layers"].items())
+    layers = describe_layers(results)
     notes = ""
     if parts.optimistic:
         notes += "\n\n**The checkpoint was chosen on the rows it is measured on, so these numbers are too good.**"
@@ -227,6 +217,11 @@ def describe_selection(results: dict[str, Any]) -> str:
         f"The checkpoint with the best {selection['metric']}{best} was taken, measured on {selection['samples']:,} "
         f"rows: {selection['rows']}."
     )
+
+
+def describe_layers(results: dict[str, Any]) -> str:
+    """The layers that were trained, from the content of `metrics.json`."""
+    return "; ".join(f"{stack} {', '.join(map(str, chosen))}" for stack, chosen in results["layers"].items())
 
 
 def _usage(job: TrainingJob, task: dict[str, Any]) -> str:

@@ -22,7 +22,6 @@ from peft_surgical.training.card import (
     check_folder,
     make_results,
     newest_checkpoint,
-    open_folder,
     write_json,
     write_model_card,
 )
@@ -107,7 +106,10 @@ class TrainingRun:
         self.ranking: LayerRanking | None = None
         self.seconds: dict[str, float] = {}
         if this_process().is_main_process:
-            open_folder(job, overwrite=overwrite)
+            if overwrite:
+                shutil.rmtree(self.folder, ignore_errors=True)
+            self.folder.mkdir(parents=True, exist_ok=True)
+            job.save(self.folder)
         this_process().wait_for_everyone()
 
     def rank(self, *, progress: bool = True) -> LayerRanking | None:
