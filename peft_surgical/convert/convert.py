@@ -10,17 +10,15 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, PeftConfig, PeftModel
-from peft.utils import SAFETENSORS_WEIGHTS_NAME
 from peft.utils.constants import DUMMY_TARGET_MODULES
 from torch import nn
 from tqdm import tqdm
 
 from peft_surgical.convert.merge import check_base_of, merged_model
 from peft_surgical.copies.module import TunedModule
-from peft_surgical.files.adapter import AdapterFile, encode_tensor, method_of
+from peft_surgical.files.adapter import AdapterFile, encode_tensor, method_of, write_adapter
 from peft_surgical.files.checkpoint import Checkpoint, ModelTensors
 from peft_surgical.files.encodings import difference, find_encoding
-from peft_surgical.files.safetensors_io import write_tensors
 from peft_surgical.methods.config import open_adapter
 
 
@@ -50,24 +48,20 @@ def convert_adapter(
     """
     if encoding != "values":
         find_encoding(encoding)
-    delta = open_adapter(adapter)
-    if not any(entry.is_copy for entry in delta.entries):
-        raise ValueError(f"{delta.source} holds no tuned copies of the base's tensors, so there is nothing to encode.")
-    before = base_of(delta, base)
-    model = merged_model(before, delta)
+    saved = open_adapter(adapter)
+    if not any(entry.is_copy for entry in saved.entries):
+        raise ValueError(f"{saved.source} holds no tuned copies of the base's tensors, so there is nothing to encode.")
+    before = base_of(saved, base)
+    model = merged_model(before, saved)
     old = ModelTensors(before, model)
-    check_base_of(delta, old, model)
-    config: Any = delta.config
+    check_base_of(saved, old, model)
+    config: Any = saved.config
     config.encoding = encoding
     tensors: dict[str, torch.Tensor] = {}
-    for entry in tqdm(delta.entries, "Converting", disable=not progress):
+    for entry in tqdm(saved.entries, "Converting", disable=not progress):
         own = old.get(entry.name) if entry.is_copy else None
-        trained = delta.decode(entry, own)
-        if own is not None and own.shape == trained.shape:
-            tensors.update(encode_tensor(entry.key, trained, own, encoding))
-        else:
-            tensors[entry.key] = trained
-    return _write(delta, output, config, tensors)
+        tensors.update(encode_tensor(entry.key, saved.decode(entry, own), own, encoding))
+    return _write(saved, output, config, tensors)
 
 
 def export_lora(adapter: str | os.PathLike, output: str | os.PathLike, *, head: bool = False) -> list[str]:
@@ -85,54 +79,51 @@ def export_lora(adapter: str | os.PathLike, output: str | os.PathLike, *, head: 
     Raises:
         ValueError: The adapter is not a STRATIFIED one, or has neither LoRA nor a head to go along.
     """
-    delta = open_adapter(adapter)
-    if delta.config.peft_type != "STRATIFIED":
+    saved = open_adapter(adapter)
+    if saved.config.peft_type != "STRATIFIED":
         raise ValueError(
-            f"{delta.source} is a {method_of(delta.config)} adapter; only STRATIFIED ones have a LoRA part to "
+            f"{saved.source} is a {method_of(saved.config)} adapter; only STRATIFIED ones have a LoRA part to "
             "export. merge_checkpoint writes a whole checkpoint, which every server takes."
         )
-    taken = [entry for entry in delta.entries if ".lora_" in entry.key and not entry.is_copy]
-    others = [entry for entry in delta.entries if not entry.is_copy and entry not in taken] if head else []
+    taken = [entry for entry in saved.entries if ".lora_" in entry.key and not entry.is_copy]
+    others = [entry for entry in saved.entries if not entry.is_copy and entry not in taken] if head else []
     if not taken and not others:
-        raise ValueError(f"{delta.source} has no LoRA, only tuned copies: there is nothing to export.")
+        raise ValueError(f"{saved.source} has no LoRA, only tuned copies: there is nothing to export.")
     paths = sorted({entry.name.partition(".lora_")[0] for entry in taken})
     known = {field.name for field in fields(LoraConfig)}
-    options = {name: value for name, value in delta.config.to_dict().items() if name in known}
+    options = {name: value for name, value in saved.config.to_dict().items() if name in known}
     config = LoraConfig(**{**options, "peft_type": "LORA", "target_modules": paths or DUMMY_TARGET_MODULES})
     if not others:  # by the task type alone, PEFT would look for the head's tensors
         config.modules_to_save = config.task_type = None
     kept = [*taken, *others]
-    _write(delta, output, config, {entry.key: delta.file[entry.key] for entry in kept})
-    return [entry.name for entry in delta.entries if entry not in kept]
+    _write(saved, output, config, {entry.key: saved.file[entry.key] for entry in kept})
+    return [entry.name for entry in saved.entries if entry not in kept]
 
 
-def base_of(delta: AdapterFile, base: str | os.PathLike | None = None) -> Checkpoint:
+def base_of(saved: AdapterFile, base: str | os.PathLike | None = None) -> Checkpoint:
     """The checkpoint of an adapter's base.
 
     Args:
-        delta: The adapter.
+        saved: The adapter.
         base: The base; by default the one that the adapter's config names.
 
     Raises:
         ValueError: Neither names a base.
     """
-    source = base or delta.config.base_model_name_or_path
+    source = base or saved.config.base_model_name_or_path
     if not source:
-        raise ValueError(f"{delta.source} does not name its base. Give base=... (--base).")
+        raise ValueError(f"{saved.source} does not name its base. Give base=... (--base).")
     return Checkpoint(source)
 
 
 def _write(
-    delta: AdapterFile, output: str | os.PathLike, config: PeftConfig, tensors: Mapping[str, torch.Tensor]
+    saved: AdapterFile, output: str | os.PathLike, config: PeftConfig, tensors: Mapping[str, torch.Tensor]
 ) -> int:
     """Write an adapter that is made from another; gives the size of its tensors in bytes."""
     folder = Path(output)
-    if folder.resolve() == Path(delta.folder).resolve():
+    if folder.resolve() == Path(saved.folder).resolve():
         raise ValueError(f"output={str(output)!r} is the adapter itself. Name another folder.")
-    folder.mkdir(parents=True, exist_ok=True)
-    nbytes = write_tensors(folder / SAFETENSORS_WEIGHTS_NAME, tensors)
-    config.save_pretrained(str(folder), auto_mapping_dict=delta.config.auto_mapping)
-    return nbytes
+    return write_adapter(folder, config, tensors, saved.config.auto_mapping)
 
 
 # ---- learned step sizes

@@ -1,4 +1,4 @@
-"""What ranking, training and evaluation start from: the rows, the tokenizer and the model, and what was trained."""
+"""Load what ranking, training and evaluation start from: the rows, the tokenizer, and a base or a trained model."""
 
 from __future__ import annotations
 
