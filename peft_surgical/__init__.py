@@ -1,9 +1,8 @@
 """Two more PEFT methods: tune the layers that matter, freeze the rest. Importing this registers them with PEFT."""
 
 from peft_surgical.bank import BankStats, DeltaBank
-from peft_surgical.convert.convert import convert_adapter, export_lora
+from peft_surgical.convert.convert import convert_adapter, distil_scales, export_lora
 from peft_surgical.convert.diff import diff_checkpoints
-from peft_surgical.convert.distil import distil_scales
 from peft_surgical.convert.inspect import compare_adapters, inspect_adapter
 from peft_surgical.convert.merge import merge_checkpoint
 from peft_surgical.distributed import shard_by_layer

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,9 @@ from torch import Tensor, nn
 
 from peft_surgical.layers import find_stacks, unwrap
 
+
+if TYPE_CHECKING:
+    from accelerate import PartialState
 
 T = TypeVar("T")
 
@@ -81,6 +84,18 @@ def raise_on_all_ranks(error: Exception | None) -> None:
     for number, message in enumerate(messages):
         if message is not None:
             raise RuntimeError(f"Process {number} failed. {message}")
+
+
+def this_process() -> PartialState:
+    """This process among those of a launch: whether it is the first, how many there are, and the device to run on.
+
+    The device is the CPU where there is no accelerator, or under `accelerate launch --cpu`. Starts the process group.
+    """
+    from accelerate import PartialState
+    from accelerate.utils import parse_flag_from_env
+
+    on_cpu = parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.accelerator.is_available()
+    return PartialState(cpu=on_cpu)
 
 
 # ---- engines

@@ -39,7 +39,7 @@ from benchmarks.common.device import device_name, parse_options, result_file
 from benchmarks.delta.size_table import TASKS, table
 from benchmarks.evidence import models, tasks, training
 from peft_surgical import SurgicalConfig, rank_layers, resolve_layers
-from peft_surgical.convert.distil import distil_scales
+from peft_surgical.convert.convert import distil_scales
 from peft_surgical.methods.stratified.attention_names import attention_names
 
 

@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from peft_surgical import StratifiedConfig, SurgicalConfig, rank_layers, shard_by_layer
-from peft_surgical.training.prepare import this_process
+from peft_surgical.distributed import this_process
 
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

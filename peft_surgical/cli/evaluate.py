@@ -29,8 +29,8 @@ def evaluate(
     ] = None,
 ) -> None:
     """Measure a trained model: on the evaluation rows of its training, or on other labelled text."""
+    from peft_surgical.distributed import this_process
     from peft_surgical.training.evaluation import evaluate
-    from peft_surgical.training.prepare import this_process
 
     if predictions is not None and predictions.suffix not in _WRITERS:
         raise ValueError(f"--predictions {predictions}: allowed are files ending in {', '.join(_WRITERS)}.")

@@ -30,13 +30,14 @@ def rank(
     The ranking can be used by `peft-surgical train --ranking FILE`, and in Python by `SurgicalConfig(ranking=...)` and
     `StratifiedConfig.by_ranking(...)`.
     """
-    from peft_surgical.training import prepare
+    from peft_surgical.distributed import this_process
+    from peft_surgical.training.prepare import prepare, rank
 
     job = TrainingJob(output="", select_on="none", **read_job_fields(options))
-    ranking = prepare.rank(prepare.prepare(job), job, progress=not console.quiet)
+    ranking = rank(prepare(job), job, progress=not console.quiet)
     console.print(str(ranking), markup=False, soft_wrap=True)
     console.print(describe_strata_by_rank(ranking), markup=False, soft_wrap=True)
-    if not prepare.this_process().is_main_process:  # the first one writes
+    if not this_process().is_main_process:  # the first one writes
         return
     if output is not None:
         ranking.save(str(output))

@@ -36,8 +36,7 @@ def train(
     """
     from tqdm import tqdm
 
-    from peft_surgical.training.run import TrainingRun
-    from peft_surgical.training.trainer import EpochLines, StepBar
+    from peft_surgical.training.run import EpochLines, StepBar, TrainingRun
 
     job = _make_job(ctx, options, resume)
     run = TrainingRun(job, resume=resume, overwrite=overwrite)
@@ -86,15 +85,14 @@ def _show_start(console: Console, run: TrainingRun) -> None:
 
 
 def _show_end(console: Console, job: TrainingJob, results: dict[str, Any]) -> None:
-    from peft_surgical.training.card import describe_selection
+    from peft_surgical.training.card import describe_layers, describe_selection
 
     evaluation = dict(results["evaluation"])
     show_metrics(console, count=evaluation.pop("samples"), rows=evaluation.pop("rows"), metrics=evaluation)
     trained, total = results["parameters"]["trained"], results["parameters"]["total"]
-    layers = "; ".join(f"{stack} {', '.join(map(str, chosen))}" for stack, chosen in results["layers"].items())
     rows = [
         ("Chosen", describe_selection(results)),
-        ("Layers", layers or "none"),
+        ("Layers", describe_layers(results) or "none"),
         ("Trained", f"{size(trained, '')} of {size(total, '')} parameters ({share(trained, total)})"),
         ("Files", ", ".join(f"{name} {size(count)}" for name, count in results["files"].items())),
         ("Seconds", ", ".join(f"{name} {seconds:.1f}" for name, seconds in results["seconds"].items())),

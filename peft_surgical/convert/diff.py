@@ -10,15 +10,13 @@ from typing import Any
 
 import torch
 from peft import PeftModel, get_peft_model_state_dict
-from peft.utils import SAFETENSORS_WEIGHTS_NAME
 from torch import nn
 from tqdm import tqdm
 
 from peft_surgical.convert.change import WeightChanges, measure_changes, relative_distance
-from peft_surgical.files.adapter import Entry, encode_tensor, entries
+from peft_surgical.files.adapter import Entry, encode_tensor, entries, write_adapter
 from peft_surgical.files.base import describe_base, fingerprint
 from peft_surgical.files.checkpoint import Checkpoint, ModelTensors, empty_model, task_type_of, tied_names
-from peft_surgical.files.safetensors_io import write_tensors
 from peft_surgical.layers import describe_stacks, find_stacks
 from peft_surgical.methods.heads import head_names, label_settings
 from peft_surgical.methods.surgical import SurgicalConfig
@@ -201,16 +199,10 @@ def _write(
     config.base_model_name_or_path = old.checkpoint.source
     tensors: dict[str, torch.Tensor] = {}
     for entry in tqdm(found, disable=not progress, desc="Writing"):
-        trained = new[entry.name]
-        # what the base lacks, or has in another shape, cannot be written as a difference to it
-        if entry.name in known:
-            tensors.update(encode_tensor(entry.key, trained, old[entry.name], config.encoding))
-        else:
-            tensors[entry.key] = trained
-    output.mkdir(parents=True, exist_ok=True)
-    nbytes = write_tensors(output / SAFETENSORS_WEIGHTS_NAME, tensors)
+        own = old[entry.name] if entry.name in known else None
+        tensors.update(encode_tensor(entry.key, new[entry.name], own, config.encoding))
     mapping = {"base_model_class": type(model).__name__, "parent_library": type(model).__module__}
-    config.save_pretrained(str(output), auto_mapping_dict=None if config.task_type else mapping)
+    nbytes = write_adapter(output, config, tensors, None if config.task_type else mapping)
     return config, {entry.name for entry in found}, nbytes
 
 

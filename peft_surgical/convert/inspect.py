@@ -93,7 +93,12 @@ class Comparison:
 
     def __str__(self) -> str:
         cells = [
-            (name, f"{a:,}" if a else "-", f"{b:,}" if b else "-", _relation(a, b, same), f"{cosine:.3f}")
+            (
+                name,
+                *(f"{n:,}" if n else "-" for n in (a, b)),
+                _relation(a, b, same),
+                f"{cosine:.3f}".replace("nan", "-"),
+            )
             for name, a, b, same, cosine in self.rows
         ]
         head = ("in", "bytes in the first", "in the second", "values", "cosine of differences")

@@ -18,8 +18,8 @@ from transformers import AutoConfig
 
 from peft_surgical.files.adapter import AdapterFile, Entry
 from peft_surgical.files.base import check_base
-from peft_surgical.files.checkpoint import TASKS, Checkpoint, ModelTensors, architecture_of, empty_model
-from peft_surgical.files.safetensors_io import write_checkpoint
+from peft_surgical.files.checkpoint import TASKS, Checkpoint, ModelTensors, architecture_of, bare_class_of, empty_model
+from peft_surgical.files.safetensors_io import reset_mode, write_checkpoint
 from peft_surgical.methods.config import open_adapter
 from peft_surgical.methods.heads import apply_label_settings
 
@@ -52,77 +52,79 @@ def merge_checkpoint(
     Raises:
         ValueError: The adapter belongs to another base, or the base and the adapter together lack a tensor.
     """
-    before, delta = Checkpoint(base), open_adapter(adapter)
+    before, saved = Checkpoint(base), open_adapter(adapter)
     folder = Path(output)
     if folder.resolve() == before.folder.resolve():
         raise ValueError(f"output={str(output)!r} is the base itself, which a merge never writes to.")
-    model = merged_model(before, delta)
-    if delta.config.peft_type == "SURGICAL":
-        _merge_by_tensor(model, before, delta, folder, dtype, convert_file_size_to_int(max_shard_size), progress)
+    model = merged_model(before, saved)
+    if saved.config.peft_type == "SURGICAL":
+        _merge_by_tensor(model, before, saved, folder, dtype, convert_file_size_to_int(max_shard_size), progress)
     else:
-        merged: Any = adapted_model(before, delta).merge_and_unload()
+        merged: Any = adapted_model(before, saved).merge_and_unload()
         merged = merged if dtype is None else merged.to(dtype)
         merged.save_pretrained(folder, max_shard_size=max_shard_size)
+        for file in folder.glob("*.safetensors"):
+            reset_mode(file)
     for path in before.side_files():
         shutil.copy(path, folder / path.name)
     return model
 
 
-def merged_model(before: Checkpoint, delta: AdapterFile) -> nn.Module:
+def merged_model(before: Checkpoint, saved: AdapterFile) -> nn.Module:
     """The model that a base and an adapter make together, on the meta device."""
     config = AutoConfig.from_pretrained(before.folder)
-    record = getattr(delta.config, "base", None) or {}
-    labels = getattr(delta.config, "labels", None) or {}
+    record = getattr(saved.config, "base", None) or {}
+    labels = getattr(saved.config, "labels", None) or {}
     sizes = {"num_labels": labels.get("num_labels"), "vocab_size": record.get("vocab_size")}
     known = {name: size for name, size in sizes.items() if size and hasattr(config, name)}
-    model = empty_model(before, _architecture(config, delta, record), **known)
+    model = empty_model(before, _architecture(config, saved, record), **known)
     apply_label_settings(model, labels)
     return model
 
 
-def adapted_model(before: Checkpoint, delta: AdapterFile) -> PeftModel:
+def adapted_model(before: Checkpoint, saved: AdapterFile) -> PeftModel:
     """The model that a base and an adapter make together in memory, with the head's size that the adapter needs."""
-    labels = getattr(delta.config, "labels", None) or {}
-    cls: Any = type(merged_model(before, delta))
+    labels = getattr(saved.config, "labels", None) or {}
+    cls: Any = type(merged_model(before, saved))
     sizes = {"num_labels": labels["num_labels"]} if labels else {}
-    return PeftModel.from_pretrained(cls.from_pretrained(before.folder, dtype="auto", **sizes), str(delta.folder))
+    return PeftModel.from_pretrained(cls.from_pretrained(before.folder, dtype="auto", **sizes), str(saved.folder))
 
 
-def _architecture(config: Any, delta: AdapterFile, record: Mapping[str, Any]) -> str | None:
+def _architecture(config: Any, saved: AdapterFile, record: Mapping[str, Any]) -> str | None:
     """The class of the model that an adapter was trained on, from whatever its config says of it."""
-    known = record.get("architecture") or (delta.config.auto_mapping or {}).get("base_model_class")
+    known = record.get("architecture") or (saved.config.auto_mapping or {}).get("base_model_class")
     if known:
         return known
     own = architecture_of(config)
-    endings = [ending for ending, task in TASKS.items() if task == delta.config.task_type]
+    endings = [ending for ending, task in TASKS.items() if task == saved.config.task_type]
     if not endings or (own and own.endswith(tuple(endings))):
         return own
-    bare = getattr(transformers.AutoModel._model_mapping.get(type(config), None), "__name__", "").removesuffix("Model")
+    bare = (bare_class_of(config) or "").removesuffix("Model")
     return next((bare + ending for ending in endings if hasattr(transformers, bare + ending)), own)
 
 
 def _merge_by_tensor(
     model: Any,
     before: Checkpoint,
-    delta: AdapterFile,
+    saved: AdapterFile,
     folder: Path,
     dtype: torch.dtype | None,
     max_shard_size: int,
     progress: bool,
 ) -> None:
     old = ModelTensors(before, model)
-    sources = _sources(model, old, delta)
+    sources = _sources(model, old, saved)
     shapes = model.state_dict()
     plan: dict[str, torch.Tensor] = {}
     for name, entry in sources.items():
-        stored = delta.file.meta(next(iter(entry.keys().values()))) if entry and name not in old else old.meta(name)
+        stored = saved.file.meta(next(iter(entry.keys().values()))) if entry and name not in old else old.meta(name)
         kept = dtype if dtype and stored.is_floating_point() else stored.dtype
         plan[name] = shapes[name].to(kept)
 
     def read(name: str) -> torch.Tensor:
         bar.update()
         entry, base = sources[name], old.get(name)
-        value = base if entry is None else delta.decode(entry, base)
+        value = base if entry is None else saved.decode(entry, base)
         assert value is not None
         return value.to(plan[name].dtype)
 
@@ -135,13 +137,13 @@ def _merge_by_tensor(
     model.config.save_pretrained(folder)
 
 
-def _sources(model: nn.Module, old: ModelTensors, delta: AdapterFile) -> dict[str, Entry | None]:
+def _sources(model: nn.Module, old: ModelTensors, saved: AdapterFile) -> dict[str, Entry | None]:
     """What the adapter has for each tensor of the merged model, None for the base's own; tied ones come once."""
     names = model.state_dict()
-    replaced = {entry.name: entry for entry in delta.entries}
+    replaced = {entry.name: entry for entry in saved.entries}
     if unknown := [name for name in replaced if name not in names]:
-        raise ValueError(f"{delta.source} has {unknown[0]!r}, which a {type(model).__name__} does not have.")
-    check_base_of(delta, old, model)
+        raise ValueError(f"{saved.source} has {unknown[0]!r}, which a {type(model).__name__} does not have.")
+    check_base_of(saved, old, model)
     found: dict[str, Entry | None] = {}
     for name in names:
         aliases = old.aliases.get(name, [])
@@ -150,23 +152,23 @@ def _sources(model: nn.Module, old: ModelTensors, delta: AdapterFile) -> dict[st
         found[name] = next((replaced[n] for n in (name, *aliases) if n in replaced), None)
         if found[name] is None and name not in old:
             raise ValueError(
-                f"Neither {old.checkpoint.source} nor {delta.source} has {name!r}, which a {type(model).__name__} "
+                f"Neither {old.checkpoint.source} nor {saved.source} has {name!r}, which a {type(model).__name__} "
                 "needs. Name a base that has it."
             )
     return found
 
 
-def check_base_of(delta: AdapterFile, old: ModelTensors, model: nn.Module) -> None:
+def check_base_of(saved: AdapterFile, old: ModelTensors, model: nn.Module) -> None:
     """Check that a checkpoint is the base that an adapter was trained on, as far as its config tells.
 
     Raises:
         ValueError: It is another one. The message names the first difference.
     """
-    config: Any = delta.config
+    config: Any = saved.config
     if not getattr(config, "check_base", True):
         return
     try:
         check_base(getattr(config, "base", None) or {}, model, old)
     except ValueError as error:
         named = config.base_model_name_or_path
-        raise ValueError(f"{delta.source} names the base {named!r}, not {old.checkpoint.source}: {error}") from error
+        raise ValueError(f"{saved.source} names the base {named!r}, not {old.checkpoint.source}: {error}") from error

@@ -11,13 +11,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 from peft import PeftConfig
 from peft.utils import SAFETENSORS_WEIGHTS_NAME
 
 from peft_surgical.files.encodings import ENCODINGS, Shape, difference, find_encoding
-from peft_surgical.files.safetensors_io import TensorFile
+from peft_surgical.files.safetensors_io import TensorFile, write_tensors
 from peft_surgical.names import PREFIX, CopyName
 
 
@@ -52,13 +53,13 @@ class Entry:
 
 
 class AdapterFile:
-    """A saved adapter of any PEFT method, with the names that its tensors have in the base at hand.
+    """A saved adapter of any PEFT method, its tensors by the names that they have in the loaded base.
 
     Args:
         source: What to call it in errors.
         folder: Its folder.
         config: Its config.
-        present_name: The name at hand of a tensor, by its name in the file.
+        present_name: What a tensor is called here, by its name in the file.
 
     Raises:
         ValueError: Its file of tensors is missing or damaged. The message names it.
@@ -118,16 +119,28 @@ def method_of(config: PeftConfig) -> str:
     return getattr(config.peft_type, "value", None) or str(config.peft_type)
 
 
+def write_adapter(
+    folder: Path, config: PeftConfig, tensors: Mapping[str, torch.Tensor], auto_mapping: dict | None = None
+) -> int:
+    """Write the two files of an adapter; gives the size of its tensors in bytes."""
+    folder.mkdir(parents=True, exist_ok=True)
+    nbytes = write_tensors(folder / SAFETENSORS_WEIGHTS_NAME, tensors)
+    config.save_pretrained(str(folder), auto_mapping_dict=auto_mapping)
+    return nbytes
+
+
 # ---- encoded tensors
 
 
-def encode_tensor(name: str, trained: torch.Tensor, base: torch.Tensor, encoding: str) -> dict[str, torch.Tensor]:
+def encode_tensor(
+    name: str, trained: torch.Tensor, base: torch.Tensor | None, encoding: str
+) -> dict[str, torch.Tensor]:
     """Write one tensor with an encoding, or plain where the encoding does not suit it.
 
     Args:
         name: The tensor's plain name in the file.
         trained: The trained tensor.
-        base: The base's own tensor, of the same shape and any dtype.
+        base: The base's own tensor, of any dtype. Without one of the same shape the trained tensor stays plain.
         encoding: `"values"`, or a name in `ENCODINGS`.
 
     Returns:
@@ -141,10 +154,10 @@ def encode_tensor(name: str, trained: torch.Tensor, base: torch.Tensor, encoding
         >>> sorted(parts)
         ['weight:error', 'weight:sign', 'weight:sign_scale']
     """
-    trained, base = trained.detach(), base.detach().to(trained.device)
-    if encoding == "values":
+    trained = trained.detach()
+    if encoding == "values" or base is None or base.shape != trained.shape:
         return {name: trained}
-    chosen = find_encoding(encoding)
+    base, chosen = base.detach().to(trained.device), find_encoding(encoding)
     if trained.ndim < 2 or not trained.numel():
         return {name: trained}
     if chosen.lossy and not (trained.is_floating_point() and base.is_floating_point()):

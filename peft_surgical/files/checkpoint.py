@@ -11,6 +11,7 @@ import json
 import os
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -104,41 +105,38 @@ class ModelTensors(Mapping[str, torch.Tensor]):
         self.aliases = tied_names(model)
         wanted = model.state_dict()
         self._model = model
-        self._sources: dict[str, str] = {}
-        self._converted: dict[str, Any] = {}
+        self._sources: dict[str, str | _Group] = {}
         self.unknown: list[str] = []
-        for name, source, converter in _translate(checkpoint, model, wanted):
+        for name, source, group in _translate(checkpoint, model, wanted):
             if name not in wanted:
                 self.unknown.append(source)
-            elif converter is not None:
-                self._converted[name] = converter
-            else:
-                self._sources[name] = source
+            elif group is None or name not in self._sources:
+                self._sources[name] = source if group is None else group
         for name in wanted:
             for alias in self.aliases.get(name, []):
-                for table in (self._sources, self._converted):
-                    if alias in table and name not in self:
-                        table[name] = table[alias]
+                if alias in self._sources:
+                    self._sources.setdefault(name, self._sources[alias])
 
     def __iter__(self) -> Iterator[str]:
-        return iter([*self._sources, *self._converted])
+        return iter(self._sources)
 
     def __len__(self) -> int:
-        return len(self._sources) + len(self._converted)
+        return len(self._sources)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._sources or name in self._converted
+        return name in self._sources
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        if name in self._sources:
-            return self.checkpoint[self._sources[name]]
-        return _convert(self._converted[name], self.checkpoint, self._model)[name]
+        source = self._sources[name]
+        return self.checkpoint[source] if isinstance(source, str) else self._convert(source)[name]
 
     def meta(self, name: str) -> torch.Tensor:
         """A tensor on the meta device: shape, dtype and size in bytes, without reading it."""
-        if name in self._sources:
-            return self.checkpoint.meta(self._sources[name])
-        return _convert(self._converted[name], self.checkpoint, self._model, meta=True)[name]
+        source = self._sources[name]
+        return self.checkpoint.meta(source) if isinstance(source, str) else self._convert(source, meta=True)[name]
+
+    def _convert(self, group: _Group, *, meta: bool = False) -> dict[str, torch.Tensor]:
+        return _convert(group, self.checkpoint, self._model, meta=meta)
 
 
 def empty_model(source: Checkpoint, architecture: str | None = None, **changes: Any) -> nn.Module:
@@ -170,10 +168,12 @@ def empty_model(source: Checkpoint, architecture: str | None = None, **changes: 
 
 def architecture_of(config: PretrainedConfig) -> str | None:
     """The class of the model that a config belongs to, the bare model's if it does not say."""
-    if config.architectures:
-        return config.architectures[0]
-    bare: Any = transformers.AutoModel._model_mapping.get(type(config), None)
-    return getattr(bare, "__name__", None)
+    return config.architectures[0] if config.architectures else bare_class_of(config)
+
+
+def bare_class_of(config: PretrainedConfig) -> str | None:
+    """The class of the model without a head that a config belongs to."""
+    return getattr(transformers.AutoModel._model_mapping.get(type(config), None), "__name__", None)
 
 
 def task_type_of(model: nn.Module) -> TaskType | None:
@@ -202,11 +202,9 @@ def _translate(
         name, group = rename(source)
         if group is None:
             yield _with_prefix(name, prefix, wanted), source, None
-        else:
-            group.append(source)
     for group in groups():
         for name in _convert(group, checkpoint, model, meta=True):
-            yield _with_prefix(name, prefix, wanted), group[0], group
+            yield _with_prefix(name, prefix, wanted), next(iter(group.patterns)), group
 
 
 def _with_prefix(name: str, prefix: str, wanted: Mapping[str, torch.Tensor]) -> str:
@@ -218,13 +216,13 @@ def _with_prefix(name: str, prefix: str, wanted: Mapping[str, torch.Tensor]) -> 
     return name
 
 
-class _Group(list[str]):
-    """The tensors of a checkpoint that are converted together."""
+@dataclass
+class _Group:
+    """The tensors of a checkpoint that are converted together: each with the pattern that its name has."""
 
-    def __init__(self, name: str, pattern: str, converter: Any):
-        super().__init__()
-        self.name, self.pattern, self.converter = name, pattern, converter
-        self.patterns: dict[str, str] = {}
+    name: str
+    converter: Any
+    patterns: dict[str, str] = field(default_factory=dict)
 
 
 def _transformers_rules(model: nn.Module, prefix: str, wanted: Mapping[str, torch.Tensor]) -> tuple[Any, Any]:
@@ -244,16 +242,16 @@ def _transformers_rules(model: nn.Module, prefix: str, wanted: Mapping[str, torc
         name, pattern = rename_source_key(source, renamings, converters, prefix, wanted)  # type: ignore[arg-type]
         if pattern is None:
             return name, None
-        group = found.setdefault(name, _Group(name, pattern, by_pattern[pattern]))
+        group = found.setdefault(name, _Group(name, by_pattern[pattern]))
         group.patterns[source] = pattern
         return name, group
 
     return rename, found.values
 
 
-def _convert(group: Any, checkpoint: Checkpoint, model: nn.Module, meta: bool = False) -> dict[str, torch.Tensor]:
+def _convert(group: _Group, checkpoint: Checkpoint, model: nn.Module, meta: bool = False) -> dict[str, torch.Tensor]:
     converter = copy.deepcopy(group.converter)
-    for source in sorted(group, key=_natural_order):
+    for source in sorted(group.patterns, key=_natural_order):
         tensor = checkpoint.meta(source) if meta else checkpoint[source]
         converter.add_tensor(group.name, source, group.patterns[source], tensor)
     made = converter.convert(group.name, model=model, config=model.config)

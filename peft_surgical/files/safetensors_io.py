@@ -92,7 +92,7 @@ def read_pickled(path: Path) -> dict[str, torch.Tensor]:
 
 
 def write_tensors(path: str | os.PathLike, tensors: Mapping[str, torch.Tensor]) -> int:
-    """Write a safetensors file, which appears whole or not at all.
+    """Write a safetensors file, which appears whole or not at all, with the permissions of any new file.
 
     Returns:
         The size of its tensors in bytes.
@@ -114,7 +114,16 @@ def write_tensors(path: str | os.PathLike, tensors: Mapping[str, torch.Tensor]) 
         seen.add(tensor.untyped_storage().data_ptr())
         whole[name] = tensor
     save_file(whole, path, metadata={"format": "pt"})
+    reset_mode(Path(path))
     return sum(tensor.nbytes for tensor in whole.values())
+
+
+def reset_mode(file: Path) -> None:
+    """Give a file the permissions of any new one; safetensors leaves its files readable to their owner alone."""
+    new = file.with_name(f".{file.name}.new")
+    new.touch()
+    file.chmod(new.stat().st_mode)
+    new.unlink()
 
 
 def write_checkpoint(

@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-import shutil
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,7 @@ logger = logging.getLogger(__name__)
 RANKING_FILE = "ranking.json"
 METRICS_FILE = "metrics.json"
 CHECKPOINTS = "checkpoints"
+_LIBRARIES = ("torch", "transformers", "peft", "accelerate", "datasets")
 
 
 def check_folder(job: TrainingJob, *, resume: bool = False, overwrite: bool = False) -> None:
@@ -50,21 +50,18 @@ def check_folder(job: TrainingJob, *, resume: bool = False, overwrite: bool = Fa
         raise ValueError(
             f"--output {folder} holds files that were not written by `peft-surgical train`. Choose another folder."
         )
+    if not resume and not overwrite:
+        raise ValueError(f"--output {folder} is not empty. Use --resume to go on, --overwrite to start over.")
     if resume and (folder / METRICS_FILE).exists():
         raise ValueError(f"--output {folder} holds a finished run. Use --overwrite to start over.")
-    if resume:
-        _refuse_other_job(TrainingJob.load(folder), job)
-    elif not overwrite:
-        raise ValueError(f"--output {folder} is not empty. Use --resume to go on, --overwrite to start over.")
-
-
-def open_folder(job: TrainingJob, *, overwrite: bool = False) -> None:
-    """Make a job's folder, emptied if it is to be overwritten, and write the job into it."""
-    folder = Path(job.output)
-    if overwrite:
-        shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True, exist_ok=True)
-    job.save(folder)
+    old = TrainingJob.load(folder) if resume else job
+    for name, now in vars(job).items():
+        before = getattr(old, name)
+        if before != now and name not in ("output", "keep_checkpoints", "report_to"):
+            raise ValueError(
+                f"--resume: {name} was {before!r} when the run in {folder} started and is {now!r} now. "
+                "A resumed run keeps its options; use --overwrite to start another."
+            )
 
 
 def newest_checkpoint(folder: Path) -> Path | None:
@@ -118,12 +115,7 @@ def make_results(
         }
     return {
         "method": job.method,
-        "task": {
-            "kind": task.kind,
-            "text_columns": task.text_columns,
-            "label_column": task.label_column,
-            "labels": task.labels,
-        },
+        "task": {name: getattr(task, name) for name in ("kind", "text_columns", "label_column", "labels")},
         "metric": metric,
         "evaluation": {
             "rows": parts.evaluation_name,
@@ -135,7 +127,7 @@ def make_results(
         **measured,
         "files": {file.name: file.stat().st_size for file in sorted(Path(job.output).glob("*.safetensors"))},
         "history": _history(state.log_history),
-        "versions": _versions(),
+        "versions": {"peft_surgical": __version__, **{name: version(name) for name in _LIBRARIES}},
     }
 
 
@@ -164,8 +156,7 @@ def write_model_card(
     columns = " and ".join(f"`{column}`" for column in task["text_columns"])
     trained, total = results["parameters"]["trained"], results["parameters"]["total"]
     percent = 100 * trained / total
-    share = f"{percent:.2g}%" if percent < 99.5 else f"{percent:.0f}%"
-    layers = "; ".join(f"{stack} {', '.join(map(str, found))}" for stack, found in results["layers"].items())
+    layers = describe_layers(results)
     notes = ""
     if parts.optimistic:
         notes += "\n\n**The checkpoint was chosen on the rows it is measured on, so these numbers are too good.**"
@@ -187,7 +178,7 @@ def write_model_card(
 `{job.model}`, tuned by the method *{job.method}* ({METHODS[job.method].about}) to tell {wanted} from {columns} of \
 `{job.data}`.
 
-Trained: {trained:,} of {total:,} parameters ({share}){f", in the layers: {layers}" if layers else ""}.
+Trained: {trained:,} of {total:,} parameters ({percent:.3g}%){f", in the layers: {layers}" if layers else ""}.
 
 ## Results
 
@@ -217,11 +208,7 @@ Made with {", ".join(f"{name} {number}" for name, number in results["versions"].
 
 
 def describe_selection(results: dict[str, Any]) -> str:
-    """How the checkpoint was chosen, in a sentence or two.
-
-    Args:
-        results: The content of `metrics.json`.
-    """
+    """How the checkpoint was chosen, in a sentence or two, from the content of `metrics.json`."""
     selection = results["selection"]
     if selection is None:
         return "The last checkpoint was taken; none was chosen by its quality."
@@ -230,6 +217,11 @@ def describe_selection(results: dict[str, Any]) -> str:
         f"The checkpoint with the best {selection['metric']}{best} was taken, measured on {selection['samples']:,} "
         f"rows: {selection['rows']}."
     )
+
+
+def describe_layers(results: dict[str, Any]) -> str:
+    """The layers that were trained, from the content of `metrics.json`."""
+    return "; ".join(f"{stack} {', '.join(map(str, chosen))}" for stack, chosen in results["layers"].items())
 
 
 def _usage(job: TrainingJob, task: dict[str, Any]) -> str:
@@ -251,22 +243,6 @@ def _usage(job: TrainingJob, task: dict[str, Any]) -> str:
 tokenizer = AutoTokenizer.from_pretrained("{here if job.method == "full" else job.model}")
 logits = model(**tokenizer({texts}, return_tensors="pt")).logits
 print({f"{[*labels]}[logits.argmax()]" if labels else "float(logits)"})"""
-
-
-def _refuse_other_job(old: TrainingJob, new: TrainingJob) -> None:
-    for name in vars(new):
-        before, now = getattr(old, name), getattr(new, name)
-        if before != now and name not in ("output", "keep_checkpoints", "report_to"):
-            raise ValueError(
-                f"--resume: {name} was {before!r} when the run in {new.output} started and is {now!r} now. "
-                "A resumed run keeps its options; use --overwrite to start another."
-            )
-
-
-def _versions() -> dict[str, str]:
-    """The versions of what took part."""
-    others = ("torch", "transformers", "peft", "accelerate", "datasets")
-    return {"peft_surgical": __version__, **{name: version(name) for name in others}}
 
 
 def _without_prefix(metrics: dict[str, float], prefix: str) -> dict[str, float]:

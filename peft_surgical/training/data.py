@@ -7,6 +7,7 @@ rows are looked at once, when all is decided.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,13 +16,7 @@ from typing import Any
 from datasets import ClassLabel, Dataset, DatasetDict, load_dataset, load_from_disk
 
 
-FORMATS: dict[str, tuple[str, dict[str, Any]]] = {
-    ".parquet": ("parquet", {}),
-    ".csv": ("csv", {}),
-    ".tsv": ("csv", {"sep": "\t"}),
-    ".jsonl": ("json", {}),
-    ".json": ("json", {}),
-}
+FORMATS = {".parquet": "parquet", ".csv": "csv", ".tsv": "csv", ".jsonl": "json", ".json": "json"}
 VALIDATION_NAMES = ("validation", "valid", "val", "dev", "eval")
 _SHARD = re.compile(r"-\d{5}-of-\d{5}$")
 
@@ -45,7 +40,8 @@ def read_splits(data: str, *, subset: str | None = None, encoding: str = "utf-8"
     """
     path = Path(data).expanduser()
     if path.is_file():
-        name = path.stem if _is_split_name(path.stem) else "train"
+        is_split = any(find_split([path.stem], role) for role in ("train", "validation", "test"))
+        name = path.stem if is_split else "train"
         return {name: _read_files([path], encoding)}
     if path.is_dir():
         return _read_folder(path, encoding)
@@ -67,10 +63,8 @@ def find_split(splits: Mapping[str, Any] | Iterable[str], role: str) -> str | No
     """
     starts = VALIDATION_NAMES if role == "validation" else (role,)
     names = [*splits]
-    for start in starts:
-        if start in names:
-            return start
-    return next((name for name in names if name.startswith(starts)), None)
+    found = [start for start in starts if start in names] or [name for name in names if name.startswith(starts)]
+    return found[0] if found else None
 
 
 @dataclass(frozen=True)
@@ -223,10 +217,6 @@ def train_test_split(data: Dataset, part: float, seed: int) -> tuple[Dataset, Da
     return parts["train"], parts["test"]
 
 
-def _is_split_name(name: str) -> bool:
-    return any(find_split([name], role) for role in ("train", "validation", "test"))
-
-
 def _read_folder(folder: Path, encoding: str) -> dict[str, Dataset]:
     if (folder / "dataset_dict.json").exists() or (folder / "state.json").exists():
         loaded = load_from_disk(str(folder))
@@ -247,11 +237,9 @@ def _read_files(files: list[Path], encoding: str) -> Dataset:
     suffix = files[0].suffix
     if suffix not in FORMATS:
         raise ValueError(f"--data {files[0]}: the file is none of {', '.join(FORMATS)}.")
-    builder, options = FORMATS[suffix]
-    if builder == "csv":
-        options = {**options, "encoding": encoding}
+    options = {"sep": "\t" if suffix == ".tsv" else ",", "encoding": encoding} if FORMATS[suffix] == "csv" else {}
     try:
-        return load_dataset(builder, data_files=[str(f) for f in files], split="train", **options)
+        return load_dataset(FORMATS[suffix], data_files=[str(f) for f in files], split="train", **options)
     except Exception as error:
         cause = error.__cause__ or error
         hint = " Name another with --encoding, such as latin-1." if isinstance(cause, UnicodeDecodeError) else ""
@@ -271,16 +259,13 @@ def _read_from_hub(name: str, subset: str | None) -> dict[str, Dataset]:
 def _can_stratify(data: Dataset, count: int) -> bool:
     if not isinstance(data.features["labels"], ClassLabel):
         return False
-    present = data["labels"][:]
-    classes = set(present)
-    return min(present.count(c) for c in classes) >= 2 and min(count, len(data) - count) >= len(classes)
+    of_class = Counter(data["labels"][:])
+    return min(of_class.values()) >= 2 and min(count, len(data) - count) >= len(of_class)
 
 
 def _overlap(evaluation: Dataset, others: list[Dataset | None]) -> int:
-    seen = {row for data in others if data is not None for row in _texts(data)}
-    return sum(row in seen for row in _texts(evaluation))
+    def texts(data: Dataset) -> list[tuple[str, ...]]:
+        return [*zip(*(data[c][:] for c in data.column_names if c != "labels"), strict=True)]
 
-
-def _texts(data: Dataset) -> list[tuple[str, ...]]:
-    columns = [data[c][:] for c in ("text", "text_pair") if c in data.column_names]
-    return [*zip(*columns, strict=True)]
+    seen = {row for data in others if data is not None for row in texts(data)}
+    return sum(row in seen for row in texts(evaluation))

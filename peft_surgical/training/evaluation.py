@@ -1,23 +1,27 @@
-"""The job behind `peft-surgical evaluate`: measure what was trained, on its own evaluation rows or on other data."""
+"""Measuring: the metrics (scikit-learn's and scipy's), the Trainer that computes them, and the job of `evaluate`."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from datasets import Dataset
-from transformers import DataCollatorWithPadding, TrainingArguments
+from torch import nn
+from transformers import DataCollatorWithPadding, PrinterCallback, Trainer, TrainingArguments
 
+from peft_surgical.distributed import shard_by_layer, this_process
 from peft_surgical.training.card import METRICS_FILE
-from peft_surgical.training.data import Task, find_split, read_splits, split_rows
+from peft_surgical.training.data import Task, find_split, read_splits
 from peft_surgical.training.job import TrainingJob
-from peft_surgical.training.prepare import load_tokenizer, load_trained, max_length
+from peft_surgical.training.prepare import load_tokenizer, load_trained, max_length, split_by_use
 from peft_surgical.training.tasks import encode, make_task
-from peft_surgical.training.trainer import compute_metrics, make_trainer, require_metrics, shared_arguments
 
 
 @dataclass(frozen=True)
@@ -92,41 +96,144 @@ def evaluate(
     arguments = shared_arguments(job)
     if batch_size is not None:
         arguments["per_device_eval_batch_size"] = batch_size
-    trainer = make_trainer(
-        loaded,
-        TrainingArguments(output_dir=str(folder), **arguments),
-        DataCollatorWithPadding(tokenizer),
-    )
+    of_trainer = TrainingArguments(output_dir=str(folder), **arguments)
+    trainer = make_trainer(loaded, of_trainer, DataCollatorWithPadding(tokenizer))
     result = trainer.predict(encode(rows, tokenizer, max_length(job, tokenizer, loaded)))
     outputs = np.asarray(result.predictions)
     return Evaluation(name, compute_metrics(outputs, result.label_ids), rows, task.labels, outputs)
+
+
+class JointTrainer(Trainer):
+    """A Trainer whose checkpoints are complete only when each of the processes has written its part."""
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        super()._save_rng_state(output_dir)
+        this_process().wait_for_everyone()  # the first process writes the last file next
+
+
+def make_trainer(model: nn.Module, arguments: TrainingArguments, collator: Any, **options: Any) -> Trainer:
+    """A Trainer that computes the metrics of the task and shows nothing by itself.
+
+    Args:
+        model: The model.
+        arguments: The Trainer's arguments.
+        collator: Pads rows into a batch.
+        options: More options for the Trainer: data sets and callbacks.
+
+    Returns:
+        The Trainer.
+    """
+    trainer = JointTrainer(
+        model=model,
+        args=arguments,
+        data_collator=partial(collator),  # not the collator itself, of which Trainer would save the tokenizer
+        compute_metrics=lambda p: compute_metrics(p.predictions, p.label_ids),
+        # encoder-decoder models return more than logits
+        preprocess_logits_for_metrics=lambda out, _: out[0] if isinstance(out, tuple) else out,
+        **options,
+    )
+    # a classifier's loss is the mean over its batch and ignores the count of items that Trainer passes; Trainer, which
+    # takes any model with **kwargs for one that divides by it, would multiply the loss by the number of processes and
+    # of accumulated batches
+    trainer.model_accepts_loss_kwargs = False
+    trainer.remove_callback(PrinterCallback)
+    shard_by_layer(trainer.accelerator, model)
+    return trainer
+
+
+def shared_arguments(job: TrainingJob) -> dict[str, Any]:
+    """The arguments of the Trainer that training and evaluation share."""
+    return {
+        "per_device_train_batch_size": job.batch_size,
+        "per_device_eval_batch_size": 2 * job.batch_size,
+        "seed": job.seed,
+        "data_seed": job.seed,
+        "bf16": job.bf16,
+        "fp16": job.fp16,
+        "report_to": [job.report_to] if job.report_to else [],
+        "label_names": ["labels"],
+        "use_cpu": this_process().device.type == "cpu",
+        "disable_tqdm": True,
+        "dataloader_pin_memory": torch.cuda.is_available(),
+    }
+
+
+def compute_metrics(outputs: Any, targets: Any) -> dict[str, float]:
+    """Compare a model's outputs with the labels.
+
+    Args:
+        outputs: Logits (N, classes), or predicted amounts (N, 1) or (N,).
+        targets: Class ids (N,), or amounts (N,) of a floating type.
+
+    Returns:
+        For classes: `accuracy`; `f1` of the second class if there are two (as GLUE counts it for MRPC), else the plain
+        mean of the F1 of all classes; `matthews`, the Matthews correlation. For amounts: `pearson` and `spearman`
+        correlation, 0 where all predictions are equal and none is defined.
+
+    Raises:
+        ValueError: The outputs are not all finite.
+
+    Example:
+
+        >>> compute_metrics(np.array([[2.0, 1.0], [0.0, 1.0]]), np.array([0, 1]))
+        {'accuracy': 1.0, 'f1': 1.0, 'matthews': 1.0}
+    """
+    if not np.isfinite(outputs).all():
+        raise ValueError("The model's outputs are not finite numbers: training diverged. Lower --learning-rate.")
+    if np.issubdtype(targets.dtype, np.floating):
+        return _compare_amounts(outputs.reshape(len(targets)), targets)
+    return _compare_classes(outputs.argmax(-1), targets, classes=outputs.shape[-1])
+
+
+def require_metrics() -> None:
+    """Make sure that the metrics can be computed, before anything takes time.
+
+    Raises:
+        ImportError: scikit-learn is not installed.
+    """
+    if find_spec("sklearn") is None:
+        raise ImportError("The metrics are scikit-learn's, which is not installed: pip install scikit-learn")
 
 
 def _choose_rows(
     job: TrainingJob, trained: dict[str, Any], data: str | None, subset: str | None, split: str | None
 ) -> tuple[Dataset, str, Task]:
     splits = read_splits(data or job.data, subset=subset if data else job.subset, encoding=job.encoding)
-    columns = next(iter(splits.values())).column_names
-    named = [*trained["text_columns"], trained["label_column"]]
-    known = set(named) <= set(columns)
-    task = make_task(
-        splits,
-        text_columns=trained["text_columns"] if known else (),
-        label_column=trained["label_column"] if known else None,
-        kind=trained["kind"],
-        labels=trained["labels"],
-    )
+    named = {"text_columns": trained["text_columns"], "label_column": trained["label_column"]}
+    if not {*named["text_columns"], named["label_column"]} <= {*next(iter(splits.values())).column_names}:
+        named = {}  # other data may call them otherwise
+    task = make_task(splits, kind=trained["kind"], labels=trained["labels"], **named)
     if len(task.text_columns) != len(trained["text_columns"]):
         raise ValueError(
             f"The model was trained on the columns {trained['text_columns']} and the data has {[*task.text_columns]}."
         )
     if split is None and data is None:
-        parts = split_rows(
-            task, eval_split=job.eval_split, select_on=job.select_on, held_out=job.held_out, seed=job.seed
-        )
+        parts = split_by_use(task, job)
         return parts.evaluation, parts.evaluation_name, task
     split = split or find_split(task.splits, "validation") or find_split(task.splits, "test")
     if split is None and len(task.splits) > 1:
         raise ValueError(f"The data has the splits {[*task.splits]}. Choose one with --split.")
     split = split or next(iter(task.splits))
     return task.split(split), f"the {split} split", task
+
+
+def _compare_classes(predicted: np.ndarray, targets: np.ndarray, classes: int) -> dict[str, float]:
+    from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
+
+    average = "binary" if classes == 2 else "macro"
+    return {
+        "accuracy": float(accuracy_score(targets, predicted)),
+        "f1": float(f1_score(targets, predicted, average=average, zero_division=0.0)),
+        "matthews": float(matthews_corrcoef(targets, predicted)),
+    }
+
+
+def _compare_amounts(predicted: np.ndarray, targets: np.ndarray) -> dict[str, float]:
+    from scipy.stats import pearsonr, spearmanr
+
+    if np.ptp(predicted) == 0 or np.ptp(targets) == 0:
+        return {"pearson": 0.0, "spearman": 0.0}
+    return {
+        "pearson": float(pearsonr(predicted, targets).statistic),
+        "spearman": float(spearmanr(predicted, targets).statistic),
+    }

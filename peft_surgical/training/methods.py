@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 Options = Mapping[str, Any]
 """The fields of a `TrainingJob` that its method names in `Method.options`."""
+Head = list[str] | None
+"""The modules of the task's head, for `modules_to_save`."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,7 @@ class Method:
         check: Takes the options, and the model once it is loaded; raises a `ValueError` if they do not go together.
     """
 
-    adapt: Callable[[nn.Module, Options, LayerRanking | None, list[str] | None], nn.Module]
+    adapt: Callable[[nn.Module, Options, LayerRanking | None, Head], nn.Module]
     about: str
     learning_rate: float
     options: frozenset[str] = frozenset()
@@ -53,37 +55,30 @@ def default_top_k(depth: int) -> int:
     return max(1, depth * 5 // 12)
 
 
-def adapt_surgical(
-    model: nn.Module, options: Options, ranking: LayerRanking | None, head: list[str] | None
-) -> nn.Module:
+def adapt_surgical(model: nn.Module, options: Options, ranking: LayerRanking | None, head: Head) -> nn.Module:
     """All weights of the layers that are ranked highest, or named (Lodha et al., 2023)."""
     if ranking is None:
         return _tune_layers(model, head, layers=_in_stack(options, options["layers"]))
     return _tune_layers(model, head, ranking=ranking, top_k=options["top_k"] or default_top_k(len(ranking.scores)))
 
 
-def adapt_last(model: nn.Module, options: Options, ranking: LayerRanking | None, head: list[str] | None) -> nn.Module:
+def adapt_last(model: nn.Module, options: Options, ranking: LayerRanking | None, head: Head) -> nn.Module:
     """All weights of the last layers, a quarter of them by default (Lee et al., 2019)."""
     last = f"last:{options['top_k']}" if options["top_k"] else "last:25%"
     return _tune_layers(model, head, layers=_in_stack(options, last))
 
 
-def adapt_head(model: nn.Module, options: Options, ranking: LayerRanking | None, head: list[str] | None) -> nn.Module:
+def adapt_head(model: nn.Module, options: Options, ranking: LayerRanking | None, head: Head) -> nn.Module:
     """The task's head alone."""
     from peft import get_peft_model
 
     from peft_surgical.methods.stratified.config import StratifiedConfig
 
-    frozen = [{"layers": "all", "tune": "frozen"}]
-    return get_peft_model(model, StratifiedConfig(task_type="SEQ_CLS", strata=frozen, modules_to_save=head))
+    strata = [{"layers": "all", "tune": "frozen"}]
+    return get_peft_model(model, StratifiedConfig(task_type="SEQ_CLS", strata=strata, modules_to_save=head))
 
 
-def adapt_full(model: nn.Module, options: Options, ranking: LayerRanking | None, head: list[str] | None) -> nn.Module:
-    """Every weight; what is saved is a whole model."""
-    return model
-
-
-def adapt_lora(model: nn.Module, options: Options, ranking: LayerRanking | None, head: list[str] | None) -> nn.Module:
+def adapt_lora(model: nn.Module, options: Options, ranking: LayerRanking | None, head: Head) -> nn.Module:
     """LoRA of PEFT, on the modules that PEFT chooses for the model, else on all linear ones (Hu et al., 2022)."""
     from peft import LoraConfig, get_peft_model
     from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
@@ -94,9 +89,7 @@ def adapt_lora(model: nn.Module, options: Options, ranking: LayerRanking | None,
     return get_peft_model(model, LoraConfig(task_type="SEQ_CLS", target_modules=targets, modules_to_save=head, **lora))
 
 
-def adapt_spafit(
-    model: nn.Module, options: Options, ranking: LayerRanking | None, head: list[str] | None
-) -> nn.Module:
+def adapt_spafit(model: nn.Module, options: Options, ranking: LayerRanking | None, head: Head) -> nn.Module:
     """Groups of layers from the bottom up, or by rank: frozen, bias terms, LoRA (Arora and Wang, 2024)."""
     from peft import get_peft_model
 
@@ -118,9 +111,7 @@ def check_spafit(options: Options, model: nn.Module | None) -> None:
             choose(resolve_strata(model, config), lambda path: False)
 
 
-def spafit_config(
-    options: Options, ranking: LayerRanking | None = None, head: list[str] | None = None
-) -> StratifiedConfig:
+def spafit_config(options: Options, ranking: LayerRanking | None = None, head: Head = None) -> StratifiedConfig:
     """The config that the options of `--method spafit` describe.
 
     Args:
@@ -159,7 +150,7 @@ def spafit_counts(depth: int, group_2: str = "bitfit") -> dict[str, int]:
         >>> spafit_counts(12), spafit_counts(3, "norm")
         ({'lora': 5, 'bitfit': 4}, {'lora': 1, 'norm': 1})
     """
-    return {"lora": max(1, depth * 5 // 12), group_2: max(1, depth // 3)}
+    return {"lora": default_top_k(depth), group_2: max(1, depth // 3)}
 
 
 def describe_strata_by_rank(ranking: LayerRanking, group_2: str = "bitfit") -> str:
@@ -192,7 +183,7 @@ def describe_strata_by_rank(ranking: LayerRanking, group_2: str = "bitfit") -> s
     return f"Strata by rank: {', '.join(parts)}.\nIn Python: StratifiedConfig.by_ranking(ranking, {how})"
 
 
-def _tune_layers(model: nn.Module, head: list[str] | None, **choice: Any) -> nn.Module:
+def _tune_layers(model: nn.Module, head: Head, **choice: Any) -> nn.Module:
     from peft import get_peft_model
 
     from peft_surgical.methods.surgical import SurgicalConfig
@@ -225,7 +216,7 @@ METHODS: dict[str, Method] = {
     ),
     "last": Method(adapt_last, "all weights of the last layers", 5e-5, frozenset({"top_k", "stack"})),
     # Arora and Wang (2024), section 5
-    "full": Method(adapt_full, "all weights", 2e-5),
+    "full": Method(lambda model, *rest: model, "all weights", 2e-5),
     "head": Method(adapt_head, "the task's head alone", 1e-3),
     # learning rate: Arora and Wang (2024), appendix A.2
     "spafit": Method(

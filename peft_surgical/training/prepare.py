@@ -1,4 +1,4 @@
-"""What ranking, training and evaluation start from: the rows, the tokenizer and the model, and what was trained."""
+"""Load what ranking, training and evaluation start from: the rows, the tokenizer, and a base or a trained model."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import PartialState
-from accelerate.utils import parse_flag_from_env
 from datasets import Dataset
 from peft import PeftModel, TaskType
 from torch import nn
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, DataCollatorWithPadding, set_seed
 
+from peft_surgical.distributed import this_process
 from peft_surgical.methods.heads import head_names
 from peft_surgical.ranking.rank import LayerRanking, rank_layers
 from peft_surgical.training.data import Parts, Task, read_splits, split_rows
@@ -48,17 +47,17 @@ class Prepared:
 def prepare(job: TrainingJob) -> Prepared:
     """Read the data and load the model of a job.
 
-    Args:
-        job: The job.
-
-    Returns:
-        What the job starts from.
-
     Raises:
         ValueError: The data or the model cannot be read or do not fit together.
     """
     with this_process().main_process_first():
-        task, parts = read_task(job)
+        task = make_task(
+            read_splits(job.data, subset=job.subset, encoding=job.encoding),
+            text_columns=job.text_columns,
+            label_column=job.label_column,
+            kind=job.task,
+        )
+        parts = split_by_use(task, job)
     tokenizer = load_tokenizer(job.model)
     model, head = load_classifier(job.model, task.labels, tokenizer, seed=job.seed, dtype=job.dtype)
     train = encode(parts.train, tokenizer, max_length(job, tokenizer, model))
@@ -66,23 +65,10 @@ def prepare(job: TrainingJob) -> Prepared:
     return Prepared(task, parts, train, tokenizer, model, head, DataCollatorWithPadding(tokenizer))
 
 
-def read_task(job: TrainingJob) -> tuple[Task, Parts]:
-    """Read the labelled rows of a job, and split them by use."""
-    task = make_task(
-        read_splits(job.data, subset=job.subset, encoding=job.encoding),
-        text_columns=job.text_columns,
-        label_column=job.label_column,
-        kind=job.task,
-    )
-    parts = split_rows(
-        task,
-        eval_split=job.eval_split,
-        select_on=job.select_on,
-        held_out=job.held_out,
-        max_train_samples=job.max_train_samples,
-        seed=job.seed,
-    )
-    return task, parts
+def split_by_use(task: Task, job: TrainingJob) -> Parts:
+    """Split the rows of a task as a job says."""
+    names = ("eval_split", "select_on", "held_out", "max_train_samples", "seed")
+    return split_rows(task, **{name: getattr(job, name) for name in names})
 
 
 def max_length(job: TrainingJob, tokenizer: Any, model: nn.Module) -> int:
@@ -92,15 +78,12 @@ def max_length(job: TrainingJob, tokenizer: Any, model: nn.Module) -> int:
 
 
 def rank(prepared: Prepared, job: TrainingJob, *, progress: bool = True) -> LayerRanking:
-    """Rank the layers of a job's model on its training rows.
+    """Rank the layers of a job's model on its training rows; the ranking is the same on all processes.
 
     Args:
         prepared: What the job starts from.
         job: The job.
         progress: Whether to show progress.
-
-    Returns:
-        The ranking, the same on all processes.
     """
     return rank_layers(
         prepared.model,
@@ -116,15 +99,6 @@ def rank(prepared: Prepared, job: TrainingJob, *, progress: bool = True) -> Laye
         stack=job.stack,
         progress=progress,
     )
-
-
-def this_process() -> PartialState:
-    """This process among those of a run: whether it is the first, how many there are, and the device to run on.
-
-    The device is the CPU where there is no accelerator, or under `accelerate launch --cpu`.
-    """
-    on_cpu = parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.accelerator.is_available()
-    return PartialState(cpu=on_cpu)
 
 
 def load_tokenizer(model: str) -> Any:
@@ -161,8 +135,8 @@ def load_classifier(
     Raises:
         ValueError: There is no such model.
     """
-    names = {str(name): i for i, name in enumerate(labels)}
-    options = {"id2label": {i: n for n, i in names.items()}, "label2id": names} if labels else {"num_labels": 1}
+    names = dict(enumerate(map(str, labels)))
+    options = {"id2label": names, "label2id": {n: i for i, n in names.items()}} if labels else {"num_labels": 1}
     set_seed(seed)
     try:
         loaded, info = AutoModelForSequenceClassification.from_pretrained(
@@ -197,10 +171,9 @@ def load_trained(
     Returns:
         The model, ready to predict.
     """
-    if not (Path(folder) / "adapter_config.json").exists():
-        return load_classifier(folder, labels, tokenizer, dtype=dtype)[0].eval()
-    model, _ = load_classifier(base, labels, tokenizer, dtype=dtype)
-    return PeftModel.from_pretrained(model, folder).eval()
+    is_adapter = (Path(folder) / "adapter_config.json").exists()
+    model, _ = load_classifier(base if is_adapter else folder, labels, tokenizer, dtype=dtype)
+    return (PeftModel.from_pretrained(model, folder) if is_adapter else model).eval()
 
 
 def new_modules(model: nn.Module, keys: Iterable[str]) -> list[str]:

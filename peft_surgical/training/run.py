@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
 from torch import nn
-from transformers import TrainerCallback
+from transformers import ProgressCallback, TrainerCallback, TrainingArguments
 
+from peft_surgical.distributed import this_process
 from peft_surgical.layers import choose_stack, find_stacks
 from peft_surgical.ranking.rank import LayerRanking
 from peft_surgical.training.card import (
@@ -21,15 +22,46 @@ from peft_surgical.training.card import (
     check_folder,
     make_results,
     newest_checkpoint,
-    open_folder,
     write_json,
     write_model_card,
 )
+from peft_surgical.training.evaluation import make_trainer, require_metrics, shared_arguments
 from peft_surgical.training.job import METRICS, TrainingJob
 from peft_surgical.training.methods import METHODS
-from peft_surgical.training.prepare import max_length, prepare, rank, this_process
+from peft_surgical.training.prepare import max_length, prepare, rank
 from peft_surgical.training.tasks import encode
-from peft_surgical.training.trainer import make_trainer, require_metrics, training_arguments
+
+
+class EpochLines(TrainerCallback):
+    """A line after each epoch: its training loss, and how good the model is on the selection rows.
+
+    Args:
+        show: Shows a line.
+        metric: What to show of the selection rows.
+    """
+
+    def __init__(self, show: Callable[[str], object], metric: str):
+        self.show = show
+        self.metric = metric
+        self.line = ""
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if "loss" in (logs or {}):
+            self.line = f"  epoch {state.epoch:.3g}: training loss {float(logs['loss']):.4f}"
+            if args.eval_strategy == "no":
+                self.show(self.line)
+
+    def on_evaluate(self, args, state, control, metrics=None, **kwargs):
+        value = (metrics or {}).get(f"eval_{self.metric}")
+        if value is not None:
+            self.show(f"{self.line}, {self.metric} {value:.4f} on the selection rows")
+
+
+class StepBar(ProgressCallback):
+    """The progress bar of transformers, without its lines of raw numbers."""
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        pass
 
 
 class TrainingRun:
@@ -74,17 +106,20 @@ class TrainingRun:
         self.ranking: LayerRanking | None = None
         self.seconds: dict[str, float] = {}
         if this_process().is_main_process:
-            open_folder(job, overwrite=overwrite)
+            if overwrite:
+                shutil.rmtree(self.folder, ignore_errors=True)
+            self.folder.mkdir(parents=True, exist_ok=True)
+            job.save(self.folder)
         this_process().wait_for_everyone()
 
     def rank(self, *, progress: bool = True) -> LayerRanking | None:
-        """Rank the layers, read the ranking the job names, or none where the method needs none.
+        """Rank the layers, or read the ranking that the job names; it is kept in the job's folder.
 
         Args:
             progress: Whether to show progress.
 
         Returns:
-            The ranking, also kept in the job's folder.
+            The ranking, or None where the method needs none.
         """
         if not self.job.needs_ranking:
             return None
@@ -109,11 +144,10 @@ class TrainingRun:
         self.tuned_layers = tuned_layers(self.model)
         # before the weights are sharded
         self.trained_parameters = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
+        metric = self.metric if prepared.parts.selection else None
         self.trainer = make_trainer(
             self.model,
-            training_arguments(
-                self.job, self.model, len(prepared.train), self.metric if prepared.parts.selection else None
-            ),
+            training_arguments(self.job, self.model, len(prepared.train), metric),
             prepared.collator,
             train_dataset=prepared.train,
             eval_dataset=self._encode(prepared.parts.selection),
@@ -127,7 +161,7 @@ class TrainingRun:
         """Measure on the evaluation rows, save the model, `metrics.json` and the model card.
 
         Returns:
-            What is in `metrics.json`.
+            The content of `metrics.json`.
         """
         started = time.perf_counter()
         evaluation = self._encode(self.prepared.parts.evaluation)
@@ -179,6 +213,55 @@ def train(job: TrainingJob, *, resume: bool = False, overwrite: bool = False) ->
     run.rank()
     run.fit()
     return run.finish()
+
+
+def training_arguments(job: TrainingJob, model: nn.Module, samples: int, metric: str | None) -> TrainingArguments:
+    """The arguments of the Trainer that trains.
+
+    Args:
+        job: The job.
+        model: The model, made ready to be trained.
+        samples: The number of training rows.
+        metric: What the best checkpoint is chosen by; None takes the last one.
+
+    Returns:
+        The arguments.
+    """
+    more = shared_arguments(job)
+    if metric is not None:
+        more |= {
+            "eval_strategy": "epoch",
+            "load_best_model_at_end": True,
+            "metric_for_best_model": f"eval_{metric}",
+            "greater_is_better": metric != "loss",
+        }
+    if job.method != "full":
+        # all that is trained takes part in each step, but for experts that get no token
+        routed = (p.requires_grad and "expert" in name for name, p in model.named_parameters())
+        more["ddp_find_unused_parameters"] = any(routed)
+    if job.gradient_checkpointing:
+        # not re-entrant: that would need gradients at the bottom of the model, below all layers that are tuned
+        more |= {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
+    return TrainingArguments(
+        output_dir=str(Path(job.output) / CHECKPOINTS),
+        num_train_epochs=job.epochs,
+        max_steps=job.max_steps,
+        gradient_accumulation_steps=job.gradient_accumulation,
+        learning_rate=job.peak_learning_rate,
+        weight_decay=job.weight_decay,
+        warmup_steps=_warmup_steps(job, samples),
+        max_grad_norm=job.max_grad_norm,
+        save_strategy="epoch",
+        save_total_limit=1,
+        logging_strategy="epoch",
+        **more,
+    )
+
+
+def _warmup_steps(job: TrainingJob, samples: int) -> int:
+    per_step = job.batch_size * job.gradient_accumulation * this_process().num_processes
+    steps = job.max_steps if job.max_steps > 0 else job.epochs * -(-samples // per_step)
+    return round(job.warmup * steps)
 
 
 def _check_top_k(job: TrainingJob, model: nn.Module) -> None:

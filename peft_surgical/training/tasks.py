@@ -150,8 +150,7 @@ def _guess_kind(data: Dataset, label: str) -> str:
     if isinstance(feature, ClassLabel) or _is_text(feature) or feature.dtype == "bool":
         return "classification"
     values = set(data[label][:])
-    whole = all(float(v).is_integer() for v in values)
-    if "float" in feature.dtype and not whole:
+    if "float" in feature.dtype and not all(float(v).is_integer() for v in values):
         return "regression"
     if "int" in feature.dtype and len(values) <= MOST_CLASSES_FROM_NUMBERS:
         return "classification"
@@ -173,11 +172,10 @@ def _name(value: Any) -> str:
 
 
 def _normalise(split: str, data: Dataset, texts: Sequence[str], label: str, names: Sequence[str]) -> Dataset:
-    columns: dict[str, list[Any]] = {"text": [t or "" for t in data[texts[0]][:]]}
-    features: dict[str, Any] = {"text": Value("string")}
-    if len(texts) == 2:
-        columns["text_pair"] = [t or "" for t in data[texts[1]][:]]
-        features["text_pair"] = Value("string")
+    columns: dict[str, list[Any]] = {
+        name: [t or "" for t in data[c][:]] for name, c in zip(("text", "text_pair"), texts, strict=False)
+    }
+    features: dict[str, Any] = dict.fromkeys(columns, Value("string"))
     features["labels"] = ClassLabel(names=[*names]) if names else Value("float32")
     columns["labels"] = _class_ids(split, data, label, names) if names else _amounts(split, data, label)
     empty = sum(not t.strip() for t in columns["text"])

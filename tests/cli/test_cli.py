@@ -16,12 +16,13 @@ from distributed.launch import free_port
 from tiny_task import make_rows, save_base, save_data
 from typer.testing import CliRunner
 
+import peft_surgical.distributed
 from peft_surgical import LayerRanking
 from peft_surgical.cli import app
 from peft_surgical.cli.common import as_command, read_layers
 from peft_surgical.files.encodings import ENCODINGS
 from peft_surgical.ranking.scores import AGGREGATIONS, SCORES
-from peft_surgical.training import TrainingJob, TrainingRun, prepare
+from peft_surgical.training import TrainingJob, TrainingRun
 
 
 @pytest.fixture(scope="module")
@@ -78,6 +79,9 @@ def test_the_module_runs_as_a_program():
     assert "Rank a model's layers" in done.stdout
 
 
+# where the package and the console script's module lie, in a checkout and installed
+ROOT = Path(peft_surgical.__file__).parents[1]
+WITH_ROOT = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
 LIGHT = """
 import sys
 from peft_surgical_command import main
@@ -101,7 +105,7 @@ finally:
     ],
 )
 def test_help_and_completions_load_nothing_heavy(arguments, typed, shown):
-    environment = {**os.environ, "COLUMNS": "120"}
+    environment = {**WITH_ROOT, "COLUMNS": "120"}
     if typed is not None:
         environment |= {"_PEFT_SURGICAL_COMPLETE": "complete_bash", "COMP_WORDS": typed}
         environment |= {"COMP_CWORD": str(len(typed.split(" ")) - 1)}
@@ -113,20 +117,9 @@ def test_help_and_completions_load_nothing_heavy(arguments, typed, shown):
 
 def test_the_console_script_loads_the_library_when_a_command_runs(base, data, tmp_path):
     """PEFT knows the methods then, and the package is whole."""
-    command = [
-        sys.executable,
-        "-c",
-        LIGHT,
-        "train",
-        "--model",
-        base,
-        "--data",
-        data,
-        "--output",
-        str(tmp_path / "out"),
-    ]
-    command += ["--method", "last", "--max-steps", "1"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    command = [sys.executable, "-c", LIGHT, "train", "--model", base, "--data", data]
+    command += ["--output", str(tmp_path / "out"), "--method", "last", "--max-steps", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, env=WITH_ROOT, check=True)
     assert "peft" in done.stdout.splitlines()[-1]
     assert (tmp_path / "out" / "adapter_config.json").exists()
 
@@ -187,7 +180,7 @@ def test_a_process_that_fails_alone_waits_for_no_other(monkeypatch, backend, fai
     process = SimpleNamespace(backend=backend, is_main_process=True)
     process.wait_for_everyone = lambda: done.append("wait")
     process.destroy_process_group = lambda: done.append("end")
-    monkeypatch.setattr(prepare, "this_process", lambda: process)
+    monkeypatch.setattr(peft_surgical.distributed, "this_process", lambda: process)
 
     def work(console):
         if fails:

@@ -115,7 +115,9 @@ def test_comparison_tells_what_two_adapters_share(tmp_path):
     near = compare_adapters(tmp_path / "a", tmp_path / "c", tmp_path / "base")
     assert 0.999 < near.rows[0][4] < 1
     assert not near.rows[0][3]
-    assert "only one" in str(compare_adapters(tmp_path / "a", tmp_path / "b"))
+    unlike = str(compare_adapters(tmp_path / "a", tmp_path / "b"))
+    assert "only one" in unlike
+    assert "nan" not in unlike  # no base, so no cosine
     assert str(compare_adapters(tmp_path / "a", tmp_path / "c")) == str(near)  # the config names the base
     shutil.move(tmp_path / "base", tmp_path / "elsewhere")
     with pytest.raises(ValueError, match="base is neither a folder nor a model on the hub"):

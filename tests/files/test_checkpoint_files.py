@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 import torch
@@ -108,6 +109,19 @@ def test_a_written_file_holds_every_dtype_and_shape(tmp_path):
         (file.meta(n).shape, file.meta(n).dtype, file.meta(n).nbytes) == (t.shape, t.dtype, t.nbytes)
         for n, t in file.items()
     )
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no such permissions")
+@pytest.mark.parametrize("umask", [0o022, 0o027])
+def test_written_files_have_the_permissions_of_any_new_file(umask, tmp_path):
+    before = os.umask(umask)
+    try:
+        write_tensors(tmp_path / "x.safetensors", {"a": torch.zeros(2)})
+        write_checkpoint(tmp_path, {"a": torch.zeros(2, device="meta")}, lambda name: torch.zeros(2), 100)
+    finally:
+        os.umask(before)
+    files = {path.name: path.stat().st_mode & 0o777 for path in tmp_path.iterdir()}
+    assert files == dict.fromkeys(["x.safetensors", "model.safetensors"], 0o666 & ~umask)
 
 
 def test_a_checkpoint_that_fails_half_way_leaves_what_was_there(tmp_path):

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import batch, build
 
 from peft_surgical import SurgicalConfig
-from peft_surgical.convert.distil import distil_scales
+from peft_surgical.convert.convert import distil_scales
 from peft_surgical.files.adapter import decode_tensors, encode_tensor
 from peft_surgical.files.encodings import ENCODINGS, GROUP, difference
 

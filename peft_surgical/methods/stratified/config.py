@@ -157,7 +157,9 @@ class StratifiedConfig(DeltaConfig, LoraConfig):
         """
         match = re.fullmatch(r"SPAFIT-(\d+)-(\d+)-(I|II)", name)
         if not match:
-            raise ValueError(f"{name!r} is no SPAFIT model; allowed is SPAFIT-N1-N2-I or -II, e.g. 'SPAFIT-4-9-II'.")
+            raise ValueError(
+                f"{name!r} is not a SPAFIT model; allowed is SPAFIT-N1-N2-I or -II, e.g. 'SPAFIT-4-9-II'."
+            )
         return cls(n1=int(match[1]), n2=int(match[2]), **_with_variant(match[3], options))
 
     @classmethod

@@ -1,4 +1,4 @@
-"""`peft-surgical diff`: a small adapter from two checkpoints."""
+"""`peft-surgical diff` and `merge`: a small adapter from two checkpoints, and a checkpoint from base and adapter."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from peft_surgical.cli.common import Encoding, share, size
+from peft_surgical.cli.common import Adapter, Base, Encoding, Output, share, size
 
 
 def diff(
     console: Console,
-    base: Annotated[str, typer.Argument(help="The base model: a folder, or a name on the hub.")],
+    base: Base,
     tuned: Annotated[str, typer.Argument(help="The model that was fine-tuned from it.")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="The folder to write the adapter to.")],
+    output: Output,
     top_k: Annotated[
         int | None, typer.Option(help="Keep only this many layers, the ones that moved the most.")
     ] = None,
@@ -57,3 +57,31 @@ def diff(
     if plot is not None:
         found.movement.plot(plot)
         console.print(f"Plotted {plot}")
+
+
+def merge(
+    console: Console,
+    base: Base,
+    adapter: Adapter,
+    output: Output,
+    dtype: Annotated[
+        str | None, typer.Option(help="Write float32, bfloat16 or float16; by default what the base has.")
+    ] = None,
+    max_shard_size: Annotated[str, typer.Option(help="Split the weights into files of this size.")] = "5GB",
+) -> None:
+    """Write a checkpoint that plain transformers, and every server, loads. The base is not changed."""
+    import torch
+
+    from peft_surgical.convert.merge import merge_checkpoint
+
+    if dtype not in (None, "float32", "bfloat16", "float16"):
+        raise ValueError(f"--dtype {dtype}: allowed are float32, bfloat16 and float16.")
+    model = merge_checkpoint(
+        base,
+        adapter,
+        output,
+        dtype=None if dtype is None else getattr(torch, dtype),
+        max_shard_size=max_shard_size,
+        progress=console.is_terminal and not console.quiet,
+    )
+    console.print(f"Saved a {type(model).__name__} in {output}")

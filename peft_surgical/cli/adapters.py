@@ -1,0 +1,113 @@
+"""`peft-surgical inspect`, `convert` and `export-lora`: what is in saved adapters, and the same in another form."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from peft_surgical.cli.common import Adapter, Encoding, Output, size
+
+
+if TYPE_CHECKING:
+    from torch.utils.data import DataLoader
+
+
+def inspect(
+    console: Console,
+    adapters: Annotated[
+        list[str], typer.Argument(help="One saved adapter to look at, or two to compare: folders or names on the hub.")
+    ],
+    base: Annotated[
+        str | None,
+        typer.Option(help="The base of two adapters, to show the cosine; for encoded ones it is found if not given."),
+    ] = None,
+) -> None:
+    """Show an adapter's layers, encodings, sizes and errors; or what two adapters have in common."""
+    from peft_surgical.convert.inspect import compare_adapters, inspect_adapter
+
+    if len(adapters) > 2:
+        raise ValueError(f"{len(adapters)} adapters were given; allowed are one, or two to compare.")
+    alone = len(adapters) == 1
+    found = inspect_adapter(adapters[0]) if alone else compare_adapters(adapters[0], adapters[1], base)
+    console.print(str(found), markup=False, soft_wrap=True)
+
+
+def convert(
+    console: Console,
+    adapter: Adapter,
+    output: Output,
+    encoding: Encoding,
+    base: Annotated[str | None, typer.Option(help="The base model, if not where the adapter's config says.")] = None,
+    distil: Annotated[
+        str | None,
+        typer.Option(
+            help="With --encoding sign: labelled text, as in train, on whose first rows better step sizes are found."
+        ),
+    ] = None,
+    rows: Annotated[int, typer.Option(help="With --distil: how many rows.")] = 256,
+    batch_size: Annotated[int, typer.Option(help="With --distil: rows per batch.")] = 16,
+    text_columns: Annotated[
+        list[str] | None,
+        typer.Option("--text-column", help="With --distil: column with the text; twice for two texts, or found."),
+    ] = None,
+) -> None:
+    """Write an adapter again with another encoding: smaller, or the plain values back."""
+    from peft.utils import SAFETENSORS_WEIGHTS_NAME
+
+    from peft_surgical.convert.convert import base_of, convert_adapter, distil_scales
+    from peft_surgical.convert.inspect import inspect_adapter
+    from peft_surgical.convert.merge import adapted_model
+    from peft_surgical.files.safetensors_io import reset_mode
+    from peft_surgical.methods.config import open_adapter
+
+    progress = console.is_terminal and not console.quiet
+    if distil is None:
+        convert_adapter(adapter, output, encoding, base=base, progress=progress)
+    elif encoding != "sign":
+        raise ValueError(f"--distil finds step sizes for --encoding sign, not for {encoding}.")
+    else:
+        saved = open_adapter(adapter)
+        before = base_of(saved, base)
+        model = adapted_model(before, saved).eval()
+        batches = _read_batches(before.source, distil, text_columns or (), rows, batch_size)
+        found = distil_scales(model, batches, progress=progress)
+        model.save_pretrained(str(output))
+        reset_mode(output / SAFETENSORS_WEIGHTS_NAME)
+        console.print(f"Mean squared error of the outputs: {found.before:.3g}, distilled {found.after:.3g}")
+    written = inspect_adapter(output)
+    console.print(str(written), markup=False, soft_wrap=True)
+    console.print(f"\nSaved {output}: {size(written.nbytes)}, was {size(inspect_adapter(adapter).nbytes)}")
+
+
+def export(
+    console: Console,
+    adapter: Annotated[str, typer.Argument(help="The STRATIFIED adapter: a folder, or its name on the hub.")],
+    output: Output,
+    head: Annotated[bool, typer.Option("--head", help="Include the head: for PEFT itself, not for servers.")] = False,
+) -> None:
+    """Write the LoRA part of a STRATIFIED adapter alone, for servers that take nothing else."""
+    from peft_surgical.convert.convert import export_lora
+
+    left_out = export_lora(adapter, output, head=head)
+    for name in left_out:
+        console.print(f"left out: {name}", markup=False)
+    console.print(f"Saved {output}; {len(left_out)} tensors are left out")
+
+
+def _read_batches(model: str, data: str, text_columns: Sequence[str], rows: int, batch_size: int) -> DataLoader:
+    """Batches of the first training rows of labelled text."""
+    from torch.utils.data import DataLoader
+    from transformers import DataCollatorWithPadding
+
+    from peft_surgical.training.data import find_split, read_splits
+    from peft_surgical.training.prepare import load_tokenizer
+    from peft_surgical.training.tasks import encode, make_task
+
+    tokenizer = load_tokenizer(model)
+    task = make_task(read_splits(data), text_columns=text_columns)
+    split = task.split(find_split(task.splits, "train") or next(iter(task.splits)))
+    encoded: Any = encode(split.select(range(min(rows, len(split)))), tokenizer, 128)
+    return DataLoader(encoded, batch_size=batch_size, collate_fn=DataCollatorWithPadding(tokenizer))
