@@ -39,6 +39,14 @@ class Batch:
         inputs = {k: v[first:stop] if isinstance(v, Tensor) else v for k, v in self.inputs.items()}
         return Batch(inputs, self.index[first:stop])
 
+    def with_copy(self) -> Batch:
+        """The same batch, with its first sample once more at the end."""
+        inputs = {
+            k: torch.cat([v, v[:1]]) if isinstance(v, Tensor) and v.shape[:1] == (len(self),) else v
+            for k, v in self.inputs.items()
+        }
+        return Batch(inputs, (*self.index, self.index[0]))
+
     def to(self, device: torch.device) -> Batch:
         """The same batch on another device."""
         inputs = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in self.inputs.items()}

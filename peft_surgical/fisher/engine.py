@@ -17,8 +17,8 @@ from peft_surgical.distributed import gather, on_all_ranks
 from peft_surgical.fisher.batches import Batch, PaddingLengths, forward_names, model_inputs
 from peft_surgical.fisher.contributions import Generators
 from peft_surgical.fisher.gradients import DenseGradients
-from peft_surgical.fisher.listen import GradientListener, NotFinite, UnevenSamples
-from peft_surgical.fisher.objective import NO_GRADIENT, Objective, Rows, check_values
+from peft_surgical.fisher.listen import GradientListener, NotFinite, UnevenSamples, Unusual
+from peft_surgical.fisher.objective import NO_GRADIENT, Objective, Rows, TaskObjective, check_values
 from peft_surgical.fisher.squares import SquareQueue
 from peft_surgical.fisher.sums import LayerSums, TensorFisher
 from peft_surgical.fisher.targets import (
@@ -27,6 +27,7 @@ from peft_surgical.fisher.targets import (
     find_owners,
     find_targets,
     layer_parameters,
+    usual_targets,
 )
 from peft_surgical.layers import Layer
 
@@ -191,9 +192,27 @@ class HookEngine(Engine):
                 self._add(batch.select(n, n + 1), sums)
 
     def _add(self, batch: Batch, sums: LayerSums, checked: bool = False) -> None:
-        with GradientListener(self.targets.find(batch, sums.by_id), sums.by_id, checked=checked) as listener:
+        try:
+            self._listen(batch, sums, checked)
+        except Unusual as reason:
+            logger.debug("The modules to listen to are searched for: %s.", reason)
+            self.targets.usual = None
+            if not self._seen:
+                sums.clear()
+            self._listen(batch, sums, checked)
+
+    def _listen(self, batch: Batch, sums: LayerSums, checked: bool) -> None:
+        if not self._seen:
+            self._proved = len(batch) > 1
+        usual = bool(self.targets.usual) and (self._proved or len(batch) == 1)
+        copied = usual and not self._seen and len(batch) > 1
+        targets = self.targets.find(batch, sums.by_id, usual)
+        with GradientListener(targets, sums.by_id, checked=checked, usual=usual, copied=copied) as listener:
             listener.start(len(batch), *self.padding.find(batch))
-            values, counts = self.runner.rows(batch)
+            values, counts = self.runner.rows(batch.with_copy() if copied else batch)
+            listener.check_usual()
+            if copied:
+                values, counts = values[:, :-1], counts[:-1]
             sums.start(len(batch))
             seen = [values.detach()]
             # of some groups of layers nothing depends, as of those above the one that is read
@@ -201,6 +220,7 @@ class HookEngine(Engine):
                 torch.autograd.backward(row.sum(), retain_graph=k + 1 < len(values))
                 seen += listener.take_gradients()
                 listener.finish()
+                listener.check_usual()
                 sums.finish()
             self.got_gradient = self.got_gradient or listener.got_gradient
         if not checked:
@@ -268,25 +288,30 @@ class HookTargets:
         self.task, self.runner = task, runner
         self.owners = find_owners(task.model, [p for group in task.parameters for p in group.values()])
         self.shortest = min((b for b in batches if len(b) > 1), key=_size, default=None)
+        self.layers = [layer.module for layer in task.layers]
+        # a function of the user's own may not like to see a sample twice
+        self.usual = usual_targets(self.layers, self.owners) if isinstance(task.objective, TaskObjective) else None
         self._found: dict[int, list[HookTarget]] = {}
 
-    def find(self, batch: Batch, wanted: Collection[int]) -> list[HookTarget]:
-        """The modules to listen to in a batch, for the parameters with these `id`s."""
-        samples = min(len(batch), 2)
-        if samples not in self._found:
-            example = self.shortest if samples == 2 and self.shortest else batch
-            layers = [layer.module for layer in self.task.layers]
-
-            def run(number: int) -> Any:
-                return self.runner.forward(example.select(0, number))
-
-            self._found[samples] = find_targets(self.task.model, layers, self.owners, run, samples)
+    def find(self, batch: Batch, wanted: Collection[int], usual: bool) -> list[HookTarget]:
+        """The modules to listen to in a batch, for the parameters with these `id`s: the usual ones, or those found."""
         narrowed = []
-        for target in self._found[samples]:
+        for target in self.usual if usual and self.usual else self._search(batch):
             own = {name: p for name, p in target.parameters.items() if id(p) in wanted}
             if own:
                 narrowed.append(target if len(own) == len(target.parameters) else replace(target, parameters=own))
         return narrowed
+
+    def _search(self, batch: Batch) -> list[HookTarget]:
+        samples = min(len(batch), 2)
+        if samples not in self._found:
+            example = self.shortest if samples == 2 and self.shortest else batch
+
+            def run(number: int) -> Any:
+                return self.runner.forward(example.select(0, number))
+
+            self._found[samples] = find_targets(self.task.model, self.layers, self.owners, run, samples)
+        return self._found[samples]
 
 
 def all_finite(gradients: Iterable[Tensor | None]) -> bool:

@@ -39,6 +39,10 @@ class UnevenSamples(Exception):
     """A tensor's samples cannot be told apart because its size is no multiple of their number."""
 
 
+class Unusual(Exception):
+    """A module does not see samples in a row, or is not called."""
+
+
 class Sink(Protocol):
     """Where the gradients of one parameter go."""
 
@@ -63,10 +67,21 @@ class GradientListener:
         targets: The targets.
         sinks: Where the gradients of each parameter go, by the parameter's `id`.
         checked: Raise at the first gradient that is not finite, and name the sample and the module.
+        usual: The targets are `usual_targets`: see in each call whether it has the samples in front.
+        copied: The last sample of the batch is a copy, which is left out of what is differentiated.
     """
 
-    def __init__(self, targets: Sequence[HookTarget], sinks: Mapping[int, Sink], *, checked: bool = False):
-        self.targets, self.sinks, self.checked = targets, sinks, checked
+    def __init__(
+        self,
+        targets: Sequence[HookTarget],
+        sinks: Mapping[int, Sink],
+        *,
+        checked: bool = False,
+        usual: bool = False,
+        copied: bool = False,
+    ):
+        self.targets, self.sinks, self.checked, self.usual, self.copied = targets, sinks, checked, usual, copied
+        self._of_copy: list[Tensor] = []
         owners = Counter(id(p) for target in targets for p in target.parameters.values())
         self._tied = {key for key, count in owners.items() if count > 1}
         self.anchors: list[Tensor] = []
@@ -106,6 +121,19 @@ class GradientListener:
         self._entries = 0
         self.got_gradient = False
 
+    def check_usual(self) -> None:
+        """Check after the forward pass that each target was called, and after the backward pass that nothing but the
+        copy's own value depends on the rows of the copy. This is what makes rows the rows of a sample.
+
+        Raises:
+            Unusual: It is not so.
+        """
+        if self.usual and len(self._calls) < len(self.targets):
+            raise Unusual("not every module is called")
+        if self._of_copy and any(torch.stack([found.to(self._of_copy[0]) for found in self._of_copy]).tolist()):
+            raise Unusual("a module sees something else than samples in a row")
+        self._of_copy.clear()
+
     def take_gradients(self) -> list[Tensor]:
         """The gradients at the anchors, after which these are free for another backward pass."""
         found = [anchor.grad for anchor in self.anchors if anchor.grad is not None]
@@ -142,7 +170,9 @@ class GradientListener:
 
     def _listen(self, target: HookTarget, layout: CallLayout | None, args: tuple, kwargs: dict, output: Tensor) -> Any:
         x = args[0] if args else tree_flatten(kwargs)[0][0]
-        if layout is not None:
+        if self.usual:
+            self._check_usual(target, x, output)
+        elif layout is not None:
             self._check_size(target, x, layout.inputs[0])
         x, out = x.detach(), self._with_gradient(output)
         out.register_hook(partial(self._on_gradient, _Use(target, layout, x, x._version)))
@@ -181,6 +211,16 @@ class GradientListener:
         self.anchors.append(anchor)
         return anchor.clone()  # which may be written to, unlike a leaf
 
+    def _check_usual(self, target: HookTarget, *tensors: Any) -> None:
+        rows = self.samples + self.copied
+        for x in tensors:
+            # of two dimensions the first may be that of rows that were chosen, as many as samples by chance
+            usual = isinstance(x, Tensor) and (
+                self.samples == 1 or (x.dim() > 2 and x.shape[0] == rows and rows not in x.shape[1:-1])
+            )
+            if not usual:
+                raise Unusual(target.name)
+
     def _check_size(self, target: HookTarget, x: Any, axis: int | None) -> None:
         if axis is not None and x.shape[axis] % self.samples:
             raise UnevenSamples(target.name)
@@ -196,6 +236,9 @@ class GradientListener:
 
     def _take_arrived(self) -> None:
         arrived, self._arrived, self._entries = self._arrived, [], 0
+        if self.copied and arrived:
+            rows = [gradient[-1].flatten() for _, gradient in arrived]
+            self._of_copy.append(torch.cat([row.to(rows[0].device) for row in rows]).any())
         self._paused = True  # a rule may call the module
         try:
             for use, gradient in arrived:
@@ -210,6 +253,8 @@ class GradientListener:
                 f"The input of {target.name} was written to in place after it was used, so that the gradient of its "
                 "weight cannot be found. Use engine='loop'."
             )
+        if self.copied:
+            x, g = x[:-1], g[:-1]
         x = samples_first(x, layout.inputs[0] if layout else None, self.samples)
         g = samples_first(g, layout.outputs[0] if layout else None, self.samples)
         if self.checked:

@@ -134,6 +134,22 @@ class HookTarget:
         return sum(p.numel() for p in self.parameters.values())
 
 
+def usual_targets(layers: Sequence[nn.Module], owners: Sequence[Owner]) -> list[HookTarget] | None:
+    """The modules to listen to in most models: each owner answers for itself, and samples are in front.
+
+    Whether that is so, a batch with a copy of a sample shows (`GradientListener`). None where it cannot be: an owner
+    has no rule, or one that may be wrong for it, or is one of several experts.
+    """
+    experts = _experts(layers)
+    targets = []
+    for path, module, own in owners:
+        rule = find_rule(module)
+        if rule is None or module in experts or not is_inherited(module, rule):
+            return None
+        targets.append(HookTarget(path, module, own, rule, [CallLayout([0], [0])]))
+    return targets
+
+
 def find_targets(
     model: nn.Module, layers: Sequence[nn.Module], owners: Sequence[Owner], run: Callable[[int], Any], samples: int
 ) -> list[HookTarget]:
@@ -176,7 +192,7 @@ class _Search:
         for parent in self.names:
             for name, child in parent.named_children():
                 self.parents.setdefault(child, (parent, name))
-        self.experts = {m for layer in layers for expert in _experts(layer) for m in expert.modules()}
+        self.experts = _experts(layers)
 
     def targets(self, noted: Collection[nn.Module]) -> list[HookTarget]:
         self.noted = noted
@@ -240,15 +256,11 @@ def _samples_in_front(call: Call) -> bool:
     return all(dims > 2 and axis in (0, None) for dims, axis in axes)
 
 
-def _experts(layer: nn.Module) -> Iterable[nn.Module]:
-    for module in layer.modules():
-        children = list(module.children())
-        if (
-            isinstance(module, (nn.ModuleList, nn.ModuleDict))
-            and len(children) > 1
-            and len({type(c) for c in children}) == 1
-        ):
-            yield from children
+def _experts(layers: Iterable[nn.Module]) -> set[nn.Module]:
+    """The modules in lists of like modules, each of which may get other rows."""
+    lists = [m for layer in layers for m in layer.modules() if isinstance(m, (nn.ModuleList, nn.ModuleDict))]
+    alike = [m for m in lists if len(m) > 1 and len({type(child) for child in m.children()}) == 1]
+    return {m for several in alike for m in several.modules() if m is not several}
 
 
 def _count_once(targets: _Targets) -> None:
