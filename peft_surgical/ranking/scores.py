@@ -16,7 +16,7 @@ from peft_surgical.fisher.measure import FisherMeasurement, layer_fisher
 from peft_surgical.fisher.model_state import untouched
 from peft_surgical.fisher.objective import Objective
 from peft_surgical.fisher.sums import TensorFisher
-from peft_surgical.fisher.targets import layer_parameters
+from peft_surgical.fisher.model_state import layer_parameters
 from peft_surgical.layers import Layer
 
 

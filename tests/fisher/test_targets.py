@@ -10,7 +10,7 @@ import torch
 from tiny_models import CAUSAL, batch, build
 from torch import nn
 
-from peft_surgical.fisher import engine as fisher_engine
+from peft_surgical.fisher import targets as fisher_targets
 from peft_surgical.fisher.batches import Batch
 from peft_surgical.fisher.measure import layer_fisher
 from peft_surgical.fisher.objective import make_objective
@@ -99,12 +99,12 @@ def test_models_of_any_make_are_measured_exactly(kind, samples, tokens, engine):
 def searches(monkeypatch):
     """The sizes of the batches that the model runs on to find the modules to listen to."""
     sizes = []
-    find = fisher_engine.find_targets
+    find = fisher_targets.find_targets
 
     def counted(model, layers, owners, run, samples):
         return find(model, layers, owners, lambda n: sizes.append(n) or run(n), samples)
 
-    monkeypatch.setattr(fisher_engine, "find_targets", counted)
+    monkeypatch.setattr(fisher_targets, "find_targets", counted)
     return sizes
 
 
