@@ -20,8 +20,7 @@ from peft_surgical import LayerRanking
 from peft_surgical.cli import app
 from peft_surgical.cli.common import as_command, read_layers
 from peft_surgical.files.encodings import ENCODINGS
-from peft_surgical.ranking.aggregation import AGGREGATIONS
-from peft_surgical.ranking.scores import SCORES
+from peft_surgical.ranking.scores import AGGREGATIONS, SCORES
 from peft_surgical.training import TrainingJob, TrainingRun, prepare
 
 
