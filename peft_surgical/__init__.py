@@ -11,8 +11,7 @@ from peft_surgical.methods.hotswap import prepare_model_for_hotswap
 from peft_surgical.methods.stratified.model import StratifiedConfig, StratifiedModel
 from peft_surgical.methods.surgical import SurgicalConfig, SurgicalModel
 from peft_surgical.methods.trainer import BestAdapterCallback, parameter_groups
-from peft_surgical.ranking.callbacks import RankingCallback
-from peft_surgical.ranking.compare import compare_rankings
+from peft_surgical.ranking.compare import RankingCallback, compare_rankings
 from peft_surgical.ranking.rank import LayerRanking, rank_layers
 from peft_surgical.ranking.scores import register_score
 

@@ -5,7 +5,7 @@
 A GPU is often faster than Python can feed it. This runs the GPU's path on a CPU, with the kernels replaced by
 nothing, on a model as deep as BERT-base and so narrow that arithmetic takes no time: what is left is Python.
 Thresholds that are counted in entries of a parameter are smaller by as much as the parameters are. Needs Triton (not a
-GPU), and one idle core. Writes `results/fisher_overhead.json`.
+GPU), and one idle core. Writes `results/fisher_overhead-<card>.json`.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import torch
 import transformers
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.common.device import RESULTS, result_file
 from benchmarks.fisher import ours
 from benchmarks.fisher.other_ways import Case, floor_sorted
 from peft_surgical.fisher import contributions, gradients, listen, squares
@@ -84,7 +85,7 @@ def path_of_a_gpu() -> Iterator[None]:
 
         patch(kernels, "_squared_products", NoKernel())
         patch(kernels, "_normalized_sums", NoKernel(written=2))
-        patch(kernels, "_has_copy_engine", lambda device: True)
+        patch(kernels, "_has_copy_engine", lambda device: hasattr(kernels.triton, "set_allocator"))
         patch(squares, "has_kernel", lambda grad_outputs, dtype: dtype == torch.float32)
         for module, name in THRESHOLDS:
             patch(module, name, getattr(module, name) // SHRINK)
@@ -127,9 +128,7 @@ def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=21, help="the least time of so many rounds is told")
-    parser.add_argument(
-        "--output", type=Path, default=Path(__file__).parents[1] / "results", help="folder for the JSON"
-    )
+    parser.add_argument("--output", type=Path, default=RESULTS, help="folder for the JSON")
     args = parser.parse_args()
     torch.set_num_threads(1)
     with path_of_a_gpu():
@@ -139,14 +138,9 @@ def main() -> None:
     for name, row in found.items():
         time_ms, ratio = row["seconds"] * 1e3, row["seconds"] / floor
         print(f"| {name} | {row['operations']} | {row['kernels']} | {time_ms:.1f} ms | {ratio:.2f} |")
-    record = {
-        "model": "BERT, 12 layers, bfloat16",
-        "torch": torch.__version__,
-        "rounds": args.rounds,
-        "methods": found,
-    }
-    args.output.mkdir(parents=True, exist_ok=True)
-    (args.output / "fisher_overhead.json").write_text(json.dumps({**record, "methods": found}, indent=1))
+    about = {"model": "BERT, 12 layers, bfloat16", "torch": torch.__version__, "rounds": args.rounds}
+    record = {**about, "methods": found}
+    result_file(args.output, "fisher_overhead").write_text(json.dumps(record, indent=1))
 
 
 if __name__ == "__main__":

@@ -32,6 +32,12 @@ from peft_surgical.names import PREFIX, CopyName
 _CHOICES = ("layers", "target_modules", "exclude_modules", "extra_modules", "dequantize")
 """The fields of a `SurgicalConfig` that say what is tuned."""
 
+_CHANGING_THE_BASE = ("pissa", "corda", "olora", "loftq", "lora_ga", "kasa")
+"""Ways to begin a LoRA that take a part of the base's weights away, also when the trained adapter is loaded."""
+
+_CHANGING_THE_BASE = ("pissa", "corda", "olora", "loftq", "lora_ga", "kasa")
+"""Ways to begin a LoRA that take a part of the base's weights away, also when the trained adapter is loaded."""
+
 _READERS, _WORTH_A_READER = 4, 2**24
 """Threads that read a file, at most, and the bytes for which another one is worth its start."""
 
@@ -199,6 +205,7 @@ class BaseIndex:
         """
         folder = Path(source) if os.path.isdir(source) else download(os.fspath(source), ["adapter_*"])
         config, present_name = read_config(folder)
+        _refuse_changes_of_the_base(config)
         file = TaskFile(folder / SAFETENSORS_WEIGHTS_NAME, present_name)
         found = {entry.key: entry for entry in entries(dict.fromkeys(file.specs))}
         is_decoded = {key: e for key, e in found.items() if e.encoding != "values" and e.name in self.tensors}
@@ -279,6 +286,28 @@ class BaseIndex:
 def stored_keys(entry: Entry) -> list[str]:
     """The names of what is read of a tensor: all of its parts but the record of the error."""
     return [key for suffix, key in entry.keys().items() if suffix != ERROR]
+
+
+def _refuse_changes_of_the_base(config: PeftConfig) -> None:
+    method = getattr(config, "init_lora_weights", None)
+    if getattr(config, "kasa_config", None) is not None:
+        method = "kasa"
+    if isinstance(method, str) and method.lower().startswith(_CHANGING_THE_BASE):
+        raise ValueError(
+            f"With {method!r}, PEFT changes the base's own weights, which other tasks use. Save the adapter as a plain "
+            "LoRA: save_pretrained(..., path_initial_model_for_weight_conversion=...)."
+        )
+
+
+def _refuse_changes_of_the_base(config: PeftConfig) -> None:
+    method = getattr(config, "init_lora_weights", None)
+    if getattr(config, "kasa_config", None) is not None:
+        method = "kasa"
+    if isinstance(method, str) and method.lower().startswith(_CHANGING_THE_BASE):
+        raise ValueError(
+            f"With {method!r}, PEFT changes the base's own weights, which other tasks use. Save the adapter as a plain "
+            "LoRA: save_pretrained(..., path_initial_model_for_weight_conversion=...)."
+        )
 
 
 def _structure_of(module: nn.Module, known: dict[int, nn.Module]) -> nn.Module:

@@ -3,7 +3,9 @@
 For each parameter F = mean_n sum_k (d v_kn / d theta)^2, where the values v_kn of sample n come from an objective
 (`objective.py`, `tasks.py`). How it is computed:
 
-1. The model runs on one sample and on two, which shows the modules to listen to (`targets.py`, `calls.py`).
+1. The modules to listen to are usually those that own the parameters. The first batch holds a copy of a sample, whose
+   value is left out: its rows get no gradient, or the rows are not those of samples. Then the model runs on one sample
+   and on two, which shows the modules to listen to (`targets.py`, `calls.py`).
 2. `GradientListener` (`listen.py`) hooks them: inputs are kept in the forward pass, gradients at the outputs
    arrive in the backward pass. No gradient of a weight is asked of autograd. A rule for each kind of module
    (`rules.py`) turns the two into the gradients of single samples (`gradients.py`); modules without a rule are

@@ -39,6 +39,14 @@ class Batch:
         inputs = {k: v[first:stop] if isinstance(v, Tensor) else v for k, v in self.inputs.items()}
         return Batch(inputs, self.index[first:stop])
 
+    def with_copy(self) -> Batch:
+        """The same batch, with its first sample once more at the end."""
+        inputs = {
+            k: torch.cat([v, v[:1]]) if isinstance(v, Tensor) and v.shape[:1] == (len(self),) else v
+            for k, v in self.inputs.items()
+        }
+        return Batch(inputs, (*self.index, self.index[0]))
+
     def to(self, device: torch.device) -> Batch:
         """The same batch on another device."""
         inputs = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in self.inputs.items()}
@@ -93,7 +101,8 @@ def draw_batches(
         raise ValueError("data holds no samples.")
     generator = torch.Generator().manual_seed(seed)
     drawn = torch.randperm(len(data), generator=generator)[:num_samples].tolist()
-    keep = _columns(model)
+    names = forward_names(model)
+    keep = None if names is None else names | set(LABELS)
     features = [(i, _feature(data[place], keep)) for i, place in enumerate(drawn)]
     features.sort(key=lambda pair: _length(pair[1]), reverse=True)
     features = features[rank::world_size]
@@ -195,11 +204,6 @@ def model_inputs(model: nn.Module, batch: Batch, names: set[str] | None) -> dict
     return inputs
 
 
-def _columns(model: nn.Module) -> set[str] | None:
-    names = forward_names(model)
-    return None if names is None else names | set(LABELS)
-
-
 def _feature(feature: Any, keep: set[str] | None) -> Any:
     if keep is None or not isinstance(feature, Mapping):
         return feature
@@ -272,8 +276,7 @@ def _read_loader(loader: Iterable[Any], num_samples: int, rank: int, world: int)
         if not isinstance(inputs, Mapping):
             raise TypeError(
                 f"The DataLoader gives a {type(inputs).__name__}; needed is a dict of tensors, so that the columns "
-                "have "
-                "names. Give it a collate_fn that returns one."
+                "have names. Give it a collate_fn that returns one."
             )
         batch = Batch(_named(dict(inputs)), ())
         size = next((len(v) for v in batch.inputs.values() if isinstance(v, Tensor) and v.dim()), 0)

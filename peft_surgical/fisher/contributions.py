@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from peft_surgical.fisher.gradients import SampleGradients
-from peft_surgical.fisher.squares import SquareQueue, on_cpu, sum_type
+from peft_surgical.fisher.squares import SquareQueue, on_cpu, widen
 
 
 ENTRIES = 128
@@ -123,7 +123,7 @@ class KeptEntries:
             values = gradients.dense(0, gradients.samples).flatten(1)
         else:
             values = gradients.at(self.entries.rows, self.entries.columns)
-        self.add_squares(first, values.to(sum_type(values.dtype)).square())
+        self.add_squares(first, widen(values).square())
 
     def add_squares(self, first: int, squares: Tensor) -> None:
         """Keep squares, (n, M), of samples from number `first` on. Those of the same samples add up."""

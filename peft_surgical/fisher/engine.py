@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
@@ -17,17 +17,12 @@ from peft_surgical.distributed import gather, on_all_ranks
 from peft_surgical.fisher.batches import Batch, PaddingLengths, forward_names, model_inputs
 from peft_surgical.fisher.contributions import Generators
 from peft_surgical.fisher.gradients import DenseGradients
-from peft_surgical.fisher.listen import GradientListener, NotFinite, UnevenSamples
-from peft_surgical.fisher.objective import NO_GRADIENT, Objective, Rows, check_values
+from peft_surgical.fisher.listen import GradientListener, NotFinite, Unusual
+from peft_surgical.fisher.model_state import layer_parameters
+from peft_surgical.fisher.objective import NO_GRADIENT, Objective, Rows, TaskObjective, check_values
 from peft_surgical.fisher.squares import SquareQueue
 from peft_surgical.fisher.sums import LayerSums, TensorFisher
-from peft_surgical.fisher.targets import (
-    CannotTellSamplesApart,
-    HookTarget,
-    find_owners,
-    find_targets,
-    layer_parameters,
-)
+from peft_surgical.fisher.targets import CannotTellSamplesApart, Targets
 from peft_surgical.layers import Layer
 
 
@@ -178,22 +173,43 @@ class HookEngine(Engine):
 
     def __init__(self, task: FisherTask, batches: Sequence[Batch]):
         super().__init__(task, batches)
-        self.targets = HookTargets(task, self.runner, batches)
+        layers, parameters = [layer.module for layer in task.layers], [p for g in task.parameters for p in g.values()]
+        self.targets = Targets(task.model, layers, parameters, self.runner.forward, batches)
+        if not isinstance(task.objective, TaskObjective):  # a function of the user's own, which sees no copies
+            self.targets.usual = None
         self.padding = PaddingLengths(task.model, self.runner.device)
         self._unchecked: tuple[Batch, LayerSums, list[Tensor]] | None = None
 
     def add(self, batch: Batch, sums: LayerSums) -> None:
         try:
             self._add(batch, sums)
-        except (CannotTellSamplesApart, UnevenSamples) as error:
+        except CannotTellSamplesApart as error:
             logger.info("Samples cannot be told apart in %s: they are taken one at a time.", error)
             for n in range(len(batch)):
                 self._add(batch.select(n, n + 1), sums)
 
     def _add(self, batch: Batch, sums: LayerSums, checked: bool = False) -> None:
-        with GradientListener(self.targets.find(batch, sums.by_id), sums.by_id, checked=checked) as listener:
-            listener.start(len(batch), *self.padding.find(batch))
-            values, counts = self.runner.rows(batch)
+        try:
+            self._listen(batch, sums, checked)
+        except Unusual as reason:
+            logger.debug("The modules to listen to are searched for: %s.", reason)
+            self.targets.usual = None
+            if not self._seen:
+                sums.clear()
+            self._listen(batch, sums, checked)
+
+    def _listen(self, batch: Batch, sums: LayerSums, checked: bool) -> None:
+        if not self._seen:
+            self._proved = len(batch) > 1
+        usual = bool(self.targets.usual) and (self._proved or len(batch) == 1)
+        copied = usual and not self._seen and len(batch) > 1
+        targets = self.targets.find(batch, sums.by_id, usual)
+        size = (len(batch), *self.padding.find(batch))
+        with GradientListener(targets, sums.by_id, *size, checked=checked, usual=usual, copied=copied) as listener:
+            values, counts = self.runner.rows(batch.with_copy() if copied else batch)
+            listener.check_usual()
+            if copied:
+                values, counts = values[:, :-1], counts[:-1]
             sums.start(len(batch))
             seen = [values.detach()]
             # of some groups of layers nothing depends, as of those above the one that is read
@@ -201,6 +217,7 @@ class HookEngine(Engine):
                 torch.autograd.backward(row.sum(), retain_graph=k + 1 < len(values))
                 seen += listener.take_gradients()
                 listener.finish()
+                listener.check_usual()
                 sums.finish()
             self.got_gradient = self.got_gradient or listener.got_gradient
         if not checked:
@@ -255,46 +272,8 @@ class LoopEngine(Engine):
         self._seen.append((sample, counts))
 
 
-class HookTargets:
-    """The modules to listen to. They are found out on short samples, for it takes forward passes.
-
-    Args:
-        task: What is measured.
-        runner: Runs the model.
-        batches: The samples.
-    """
-
-    def __init__(self, task: FisherTask, runner: Runner, batches: Sequence[Batch]):
-        self.task, self.runner = task, runner
-        self.owners = find_owners(task.model, [p for group in task.parameters for p in group.values()])
-        self.shortest = min((b for b in batches if len(b) > 1), key=_size, default=None)
-        self._found: dict[int, list[HookTarget]] = {}
-
-    def find(self, batch: Batch, wanted: Collection[int]) -> list[HookTarget]:
-        """The modules to listen to in a batch, for the parameters with these `id`s."""
-        samples = min(len(batch), 2)
-        if samples not in self._found:
-            example = self.shortest if samples == 2 and self.shortest else batch
-            layers = [layer.module for layer in self.task.layers]
-
-            def run(number: int) -> Any:
-                return self.runner.forward(example.select(0, number))
-
-            self._found[samples] = find_targets(self.task.model, layers, self.owners, run, samples)
-        narrowed = []
-        for target in self._found[samples]:
-            own = {name: p for name, p in target.parameters.items() if id(p) in wanted}
-            if own:
-                narrowed.append(target if len(own) == len(target.parameters) else replace(target, parameters=own))
-        return narrowed
-
-
 def all_finite(gradients: Iterable[Tensor | None]) -> bool:
     """Whether no gradient is NaN or infinite. Waits for the device once."""
     found = [g for g in gradients if g is not None]
     largest = torch._foreach_norm(found, math.inf) if found else ()
     return not largest or bool(torch.isfinite(torch.stack([x.to(largest[0]) for x in largest])).all())
-
-
-def _size(batch: Batch) -> int:
-    return max((v.numel() for v in batch.inputs.values() if isinstance(v, Tensor)), default=0)

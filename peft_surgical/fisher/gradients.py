@@ -14,7 +14,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from peft_surgical.fisher.squares import SquareQueue, on_cpu, sum_type
+from peft_surgical.fisher.squares import SquareQueue, on_cpu, sum_type, widen
 
 
 _CHUNK_ELEMENTS = 2**22
@@ -69,7 +69,7 @@ class SampleGradients(ABC):
 
     def squared_norms(self) -> Tensor:
         """The squared norm of each sample's gradient, (N,)."""
-        return torch.cat([_wide(part).reshape(len(part), -1).square().sum(1) for part in self._parts()])
+        return torch.cat([widen(part).reshape(len(part), -1).square().sum(1) for part in self._parts()])
 
     def _parts(self):
         step = max(1, _CHUNK_ELEMENTS // max(1, prod(self.shape)))
@@ -120,7 +120,7 @@ class ProductGradients(SampleGradients):
         return self.left
 
     def dense(self, first: int, stop: int) -> Tensor:
-        left, right = _wide(self.left[first:stop]), _wide(self.right[first:stop])
+        left, right = widen(self.left[first:stop]), widen(self.right[first:stop])
         return (left.transpose(1, 2) @ right).view(-1, *self.shape)
 
     def add_squares(self, out: Tensor, queue: SquareQueue) -> None:
@@ -130,7 +130,7 @@ class ProductGradients(SampleGradients):
         tokens, rows, columns = self.left.shape[1], self.left.shape[2], self.right.shape[2]
         if tokens * (rows + columns) > rows * columns:
             return super().squared_norms()
-        left, right = _wide(self.left), _wide(self.right)
+        left, right = widen(self.left), widen(self.right)
         # |G^T A|^2 = <G G^T, A A^T>: products of tokens with tokens, no gradient is written out
         return (left @ left.transpose(1, 2)).mul_(right @ right.transpose(1, 2)).sum((1, 2))
 
@@ -140,7 +140,7 @@ class ProductGradients(SampleGradients):
             return products.sum(1, dtype=sum_type(products.dtype))
         row, row_position = rows.unique(return_inverse=True)
         column, column_position = columns.unique(return_inverse=True)
-        block = _wide(self.left[:, :, row]).transpose(1, 2) @ _wide(self.right[:, :, column])
+        block = widen(self.left[:, :, row]).transpose(1, 2) @ widen(self.right[:, :, column])
         return block[:, row_position, column_position]
 
 
@@ -162,7 +162,7 @@ class RowGradients(SampleGradients):
         return self.gradients
 
     def dense(self, first: int, stop: int) -> Tensor:
-        rows, gradients = self.rows[first:stop], _wide(self.gradients[first:stop])
+        rows, gradients = self.rows[first:stop], widen(self.gradients[first:stop])
         out = gradients.new_zeros(stop - first, *self.shape)
         return out.scatter_add_(1, rows[..., None].expand_as(gradients), gradients)
 
@@ -178,14 +178,14 @@ class RowGradients(SampleGradients):
         out = []
         for mine, gradients in zip(self.rows, self.gradients, strict=True):
             used = mine[:, None] == rows
-            out.append((_wide(gradients)[:, columns] * used).sum(0))
+            out.append((widen(gradients)[:, columns] * used).sum(0))
         return torch.stack(out)
 
     def _sums(self) -> tuple[Tensor, Tensor]:
         """The pairs of sample and row that occur, as sample * height + row, and their summed gradients."""
         offset = torch.arange(self.samples, device=self.rows.device)[:, None] * self.shape[0]
         pairs, position = (self.rows + offset).flatten().unique(return_inverse=True)
-        gradients = _wide(self.gradients).flatten(0, 1)
+        gradients = widen(self.gradients).flatten(0, 1)
         return pairs, gradients.new_zeros(len(pairs), self.shape[1]).index_add_(0, position, gradients)
 
 
@@ -219,8 +219,3 @@ def join(terms: Sequence[SampleGradients]) -> SampleGradients:
     if all(isinstance(term, DenseGradients) for term in terms):
         return DenseGradients(torch.stack([term.gradients for term in terms]).sum(0))  # type: ignore[attr-defined]
     return SummedGradients(terms)
-
-
-def _wide(x: Tensor) -> Tensor:
-    """At least float32."""
-    return x.to(sum_type(x.dtype))

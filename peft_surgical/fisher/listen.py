@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,8 @@ from peft_surgical.fisher.calls import CallLayout, sample_axis, samples_first
 from peft_surgical.fisher.gradients import DenseGradients, ProductGradients, SampleGradients, join
 from peft_surgical.fisher.recompute import LocalCall, local_gradients
 from peft_surgical.fisher.squares import SquareQueue, on_cpu
-from peft_surgical.fisher.targets import HookTarget
+from peft_surgical.fisher.sums import DiagonalSum, NormSum
+from peft_surgical.fisher.targets import CannotTellSamplesApart, HookTarget
 
 
 logger = logging.getLogger(__name__)
@@ -35,15 +36,8 @@ _TOGETHER = 2**23
 CPU they are taken up at once, while they are in the cache."""
 
 
-class UnevenSamples(Exception):
-    """A tensor's samples cannot be told apart because its size is no multiple of their number."""
-
-
-class Sink(Protocol):
-    """Where the gradients of one parameter go."""
-
-    def add(self, gradients: SampleGradients, first: int, queue: SquareQueue) -> None:
-        """Take the gradients of the samples from number `first` on. They may change after `queue.flush()`."""
+class Unusual(Exception):
+    """A module does not see samples in a row, or is not called."""
 
 
 @dataclass
@@ -57,23 +51,47 @@ class _Use:
 
 
 class GradientListener:
-    """A context in which the targets of a model are listened to.
+    """A context in which the targets of a model are listened to while it runs on a batch.
 
     Args:
         targets: The targets.
-        sinks: Where the gradients of each parameter go, by the parameter's `id`.
+        sinks: The sums of each parameter, by the parameter's `id`.
+        samples: Number of samples in the batch.
+        tokens: Tokens of each sample, padding included; 0 if it has none.
+        lengths: Tokens of each sample, (N,), if those after them are padding and so have no gradient. Where a module
+            sees `tokens` tokens, they are skipped.
         checked: Raise at the first gradient that is not finite, and name the sample and the module.
+        usual: The targets are `Targets.usual`: see in each call whether it has the samples in front.
+        copied: One sample more is in the batch, a copy, which is left out of what is differentiated.
     """
 
-    def __init__(self, targets: Sequence[HookTarget], sinks: Mapping[int, Sink], *, checked: bool = False):
-        self.targets, self.sinks, self.checked = targets, sinks, checked
+    def __init__(
+        self,
+        targets: Sequence[HookTarget],
+        sinks: Mapping[int, DiagonalSum | NormSum],
+        samples: int,
+        tokens: int = 0,
+        lengths: Tensor | None = None,
+        *,
+        checked: bool = False,
+        usual: bool = False,
+        copied: bool = False,
+    ):
+        self.targets, self.sinks, self.samples, self.tokens, self.lengths = targets, sinks, samples, tokens, lengths
+        self.checked, self.usual, self.copied = checked, usual, copied
         owners = Counter(id(p) for target in targets for p in target.parameters.values())
         self._tied = {key for key, count in owners.items() if count > 1}
         self.anchors: list[Tensor] = []
+        self.got_gradient = False
+        self._calls: dict[int, int] = {}
+        self._local: dict[int, tuple[HookTarget, list[LocalCall]]] = {}
+        self._waiting: dict[int, list[SampleGradients]] = {}
+        self._arrived: list[tuple[_Use, Tensor]] = []
+        self._entries = 0
+        self._of_copy: list[Tensor] = []
         self._queue = SquareQueue()
         self._handles: list[Any] = []
         self._paused = False
-        self.start(1)
 
     def __enter__(self) -> GradientListener:
         for target in self.targets:
@@ -84,27 +102,21 @@ class GradientListener:
     def __exit__(self, *_: object) -> None:
         for handle in self._handles:
             handle.remove()
-        self._handles.clear()
-        self.start(1)
+        for kept in (self.anchors, self._local, self._waiting, self._arrived):
+            kept.clear()
 
-    def start(self, samples: int, tokens: int = 0, lengths: Tensor | None = None) -> None:
-        """Get ready for a forward pass.
+    def check_usual(self) -> None:
+        """Check after the forward pass that each target was called, and after the backward pass that nothing but the
+        copy's own value depends on the rows of the copy. This is what makes rows the rows of a sample.
 
-        Args:
-            samples: Number of samples in the batch.
-            tokens: Tokens of each sample, padding included; 0 if it has none.
-            lengths: Tokens of each sample, (N,), if those after them are padding and so have no gradient. Where a
-                module sees `tokens` tokens, they are skipped.
+        Raises:
+            Unusual: It is not so.
         """
-        self.samples, self.tokens, self.lengths = samples, tokens, lengths
-        self.anchors.clear()
-        self._calls: dict[int, int] = {}
-        self._local: dict[int, list[LocalCall]] = {}
-        self._local_targets: dict[int, HookTarget] = {}
-        self._waiting: dict[int, list[SampleGradients]] = {}
-        self._arrived: list[tuple[_Use, Tensor]] = []
-        self._entries = 0
-        self.got_gradient = False
+        if self.usual and len(self._calls) < len(self.targets):
+            raise Unusual("not every module is called")
+        if self._of_copy and any(torch.stack([found.to(self._of_copy[0]) for found in self._of_copy]).tolist()):
+            raise Unusual("a module sees something else than samples in a row")
+        self._of_copy.clear()
 
     def take_gradients(self) -> list[Tensor]:
         """The gradients at the anchors, after which these are free for another backward pass."""
@@ -119,8 +131,8 @@ class GradientListener:
             self._take_arrived()
         self._paused = True
         try:
-            for key, calls in self._local.items():
-                self._finish_local(self._local_targets[key], calls)
+            for target, calls in self._local.values():
+                self._finish_local(target, calls)
             for key, waiting in self._waiting.items():
                 self.sinks[key].add(join(waiting), 0, self._queue)
             self._waiting.clear()
@@ -142,7 +154,9 @@ class GradientListener:
 
     def _listen(self, target: HookTarget, layout: CallLayout | None, args: tuple, kwargs: dict, output: Tensor) -> Any:
         x = args[0] if args else tree_flatten(kwargs)[0][0]
-        if layout is not None:
+        if self.usual:
+            self._check_usual(target, x, output)
+        elif layout is not None:
             self._check_size(target, x, layout.inputs[0])
         x, out = x.detach(), self._with_gradient(output)
         out.register_hook(partial(self._on_gradient, _Use(target, layout, x, x._version)))
@@ -160,10 +174,8 @@ class GradientListener:
             out_axes = list(layout.outputs)
             for x, axis in zip(inputs, axes, strict=True):
                 self._check_size(target, x, axis)
-        calls = self._local.setdefault(id(target), [])
-        self._local_targets[id(target)] = target
         call = LocalCall(inputs, axes, spec, out_axes)
-        calls.append(call)
+        self._local.setdefault(id(target), (target, []))[1].append(call)
         for k, i in enumerate(floats):
             if layout is not None and out_axes[k] is None:
                 out_axes[k] = 0  # shared by the samples; expanded, so that each sends back a gradient of its own
@@ -181,9 +193,19 @@ class GradientListener:
         self.anchors.append(anchor)
         return anchor.clone()  # which may be written to, unlike a leaf
 
+    def _check_usual(self, target: HookTarget, *tensors: Any) -> None:
+        rows = self.samples + self.copied
+        for x in tensors:
+            # of two dimensions the first may be that of rows that were chosen, as many as samples by chance
+            usual = isinstance(x, Tensor) and (
+                self.samples == 1 or (x.dim() > 2 and x.shape[0] == rows and rows not in x.shape[1:-1])
+            )
+            if not usual:
+                raise Unusual(target.name)
+
     def _check_size(self, target: HookTarget, x: Any, axis: int | None) -> None:
         if axis is not None and x.shape[axis] % self.samples:
-            raise UnevenSamples(target.name)
+            raise CannotTellSamplesApart(target.name)
 
     # ---- backward
 
@@ -196,6 +218,9 @@ class GradientListener:
 
     def _take_arrived(self) -> None:
         arrived, self._arrived, self._entries = self._arrived, [], 0
+        if self.copied and arrived:
+            rows = [gradient[-1].flatten() for _, gradient in arrived]
+            self._of_copy.append(torch.cat([row.to(rows[0].device) for row in rows]).any())
         self._paused = True  # a rule may call the module
         try:
             for use, gradient in arrived:
@@ -210,6 +235,8 @@ class GradientListener:
                 f"The input of {target.name} was written to in place after it was used, so that the gradient of its "
                 "weight cannot be found. Use engine='loop'."
             )
+        if self.copied:
+            x, g = x[:-1], g[:-1]
         x = samples_first(x, layout.inputs[0] if layout else None, self.samples)
         g = samples_first(g, layout.outputs[0] if layout else None, self.samples)
         if self.checked:

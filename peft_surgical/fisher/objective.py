@@ -186,8 +186,7 @@ class _UserObjective:
             shape = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
             raise ValueError(
                 f"log_likelihood returned {shape} for a batch of {len(batch)} samples; needed is one log-likelihood "
-                "for "
-                f"each, of shape ({len(batch)},), not their sum or mean."
+                f"for each, of shape ({len(batch)},), not their sum or mean."
             )
         return Rows(values[None], torch.ones(len(batch)))
 

@@ -51,6 +51,11 @@ def sum_type(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def widen(x: Tensor) -> Tensor:
+    """The same numbers in the type in which they are added up."""
+    return x.to(sum_type(x.dtype))
+
+
 def operand_type(dtype: torch.dtype) -> torch.dtype:
     """The type in which operands of a type are multiplied: bfloat16 for float32, where
     `torch.set_float32_matmul_precision` allows it."""

@@ -208,13 +208,17 @@ class LayerSums:
     def __init__(
         self, parameters: Sequence[dict[str, nn.Parameter]], diagonal: bool, generators: Generators | None = None
     ):
-        self.parameters = parameters
-        self._keeper = EntryKeeper(generators) if diagonal and generators else None
+        self.parameters, self._diagonal, self._generators = parameters, diagonal, generators
         self.by_id: dict[int, DiagonalSum | NormSum] = {}
-        for group in parameters:
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all batches."""
+        self._keeper = EntryKeeper(self._generators) if self._diagonal and self._generators else None
+        for group in self.parameters:
             zeros = LayerZeros(group.values())
             for key in map(id, group.values()):
-                self.by_id[key] = DiagonalSum(self._keeper, partial(zeros.take, key)) if diagonal else NormSum()
+                self.by_id[key] = DiagonalSum(self._keeper, partial(zeros.take, key)) if self._diagonal else NormSum()
 
     def start(self, samples: int) -> None:
         """Get ready for a batch."""

@@ -5,105 +5,28 @@ weight), where its output does not tell samples apart (a relative position bias 
 rows belong to samples in no fixed order (experts that get some of the tokens). Then the parent takes its place, or the
 parent's parent, and is computed again for each sample. To find out, the model is run on one sample and on two: the
 dimension that doubles is the one that runs over samples.
+
+That takes longer than a backward pass, so it is first assumed that all is as usual, and checked in the first batch.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
-from peft.tuners.tuners_utils import BaseTunerLayer
-from peft.utils.other import AuxiliaryTrainingWrapper
-from torch import nn
+from torch import Tensor, nn
 
+from peft_surgical.fisher.batches import Batch
 from peft_surgical.fisher.calls import UNKNOWN, Call, CallLayout, Calls, record_calls, sample_axis, samples_first
+from peft_surgical.fisher.model_state import Owner, find_owners
 from peft_surgical.fisher.recompute import LocalCall, local_gradients
-from peft_surgical.fisher.rules import RULES, Rule, find_rule, is_packed_linear
-from peft_surgical.layers import Layer
+from peft_surgical.fisher.rules import RULES, Rule, find_rule
 
 
 logger = logging.getLogger(__name__)
-
-
-class Owner(NamedTuple):
-    """A module, and some parameters that it owns itself.
-
-    Args:
-        path: The module's path in the model.
-        module: The module.
-        parameters: The parameters, by their name in the module.
-    """
-
-    path: str
-    module: nn.Module
-    parameters: dict[str, nn.Parameter]
-
-
-def layer_parameters(layers: Sequence[Layer]) -> list[dict[str, nn.Parameter]]:
-    """The base's parameters of each layer, by name. One that several layers share counts for the first of them."""
-    seen: set[int] = set()
-    found = []
-    for layer in layers:
-        own = {}
-        for name, p in _base_parameters(layer.module, "", []):
-            if id(p) not in seen:
-                seen.add(id(p))
-                own[name] = p
-        found.append(own)
-    return found
-
-
-def find_owners(model: nn.Module, parameters: Iterable[nn.Parameter]) -> list[Owner]:
-    """The modules that own some of these parameters, in the order of the model.
-
-    To be called before the model runs: offloaded modules have other parameter objects after each call.
-    """
-    wanted = {id(p) for p in parameters}
-    owners = []
-    for path, module in model.named_modules():
-        if not module._parameters and not module._buffers:
-            continue
-        own = {name: p for name, p in own_parameters(module) if id(p) in wanted}
-        if own:
-            owners.append(Owner(path, module, own))
-    return owners
-
-
-def own_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """The parameters that a module owns itself. The packed weight of a quantised linear map counts as one."""
-    for name, p in module._parameters.items():  # named_parameters takes ten times as long
-        if p is not None:
-            yield name, p
-    if is_packed_linear(module):
-        if module not in _packed:
-            shape = (module.out_features, module.in_features)
-            _packed[module] = nn.Parameter(torch.empty(shape, device="meta"), requires_grad=False)  # type: ignore
-        yield "weight", _packed[module]
-
-
-_packed: WeakKeyDictionary[nn.Module, nn.Parameter] = WeakKeyDictionary()
-"""What stands for the packed weight of a module: an empty parameter with the weight's shape."""
-
-
-def _base_parameters(
-    module: nn.Module, prefix: str, found: list[tuple[str, nn.Parameter]]
-) -> list[tuple[str, nn.Parameter]]:
-    """Append the parameters of a module, without those of adapters."""
-    found += [(prefix + name, p) for name, p in own_parameters(module)]
-    for name, child in module._modules.items():
-        if isinstance(child, BaseTunerLayer):
-            if "base_layer" not in child._modules:
-                continue  # it tunes the module that it is a child of
-            child = child.get_base_layer()
-        elif isinstance(child, AuxiliaryTrainingWrapper):
-            child = child.original_module
-        if child is not None:
-            _base_parameters(child, f"{prefix}{name}.", found)
-    return found
 
 
 class CannotTellSamplesApart(Exception):
@@ -132,6 +55,77 @@ class HookTarget:
     def size(self) -> int:
         """The number of entries of its parameters."""
         return sum(p.numel() for p in self.parameters.values())
+
+
+class Targets:
+    """The modules to listen to: the usual ones, or those that are found on the shortest samples.
+
+    Args:
+        model: The model.
+        layers: The layers that the parameters are in.
+        parameters: The parameters whose gradients are wanted.
+        run: Runs the model on a batch.
+        batches: The samples.
+
+    Attributes:
+        usual: Each owner of parameters by itself. A batch with a copy of a sample shows whether it has the samples in
+            front (`GradientListener`). None where it cannot be so: an owner has no rule, or one that may be wrong for
+            it, or is one of several experts.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layers: Sequence[nn.Module],
+        parameters: Iterable[nn.Parameter],
+        run: Callable[[Batch], Any],
+        batches: Iterable[Batch],
+    ):
+        self.model, self.layers, self.run = model, layers, run
+        self.owners = find_owners(model, parameters)
+        self.shortest = min((b for b in batches if len(b) > 1), key=_size, default=None)
+        self.usual = self._usual()
+        self._found: dict[int, list[HookTarget]] = {}
+
+    def _usual(self) -> list[HookTarget] | None:
+        experts = _experts(self.layers)
+        targets = []
+        for path, module, own in self.owners:
+            rule = find_rule(module)
+            if rule is None or module in experts or not is_inherited(module, rule):
+                return None
+            targets.append(HookTarget(path, module, own, rule, [CallLayout([0], [0])]))
+        return targets
+
+    def find(self, batch: Batch, wanted: Collection[int], usual: bool) -> list[HookTarget]:
+        """The modules to listen to in a batch.
+
+        Args:
+            batch: The batch.
+            wanted: The `id`s of the parameters.
+            usual: Whether to take the usual ones.
+        """
+        narrowed = []
+        for target in self.usual if usual and self.usual else self._search(batch):
+            own = {name: p for name, p in target.parameters.items() if id(p) in wanted}
+            if own:
+                narrowed.append(target if len(own) == len(target.parameters) else replace(target, parameters=own))
+        return narrowed
+
+    def _search(self, batch: Batch) -> list[HookTarget]:
+        samples = min(len(batch), 2)
+        if samples not in self._found:
+            example = self.shortest if samples == 2 and self.shortest else batch
+
+            def run(number: int) -> Any:
+                return self.run(example.select(0, number))
+
+            self._found[samples] = find_targets(self.model, self.layers, self.owners, run, samples)
+        return self._found[samples]
+
+
+def _size(batch: Batch) -> int:
+    return max((v.numel() for v in batch.inputs.values() if isinstance(v, Tensor)), default=0)
 
 
 def find_targets(
@@ -176,7 +170,7 @@ class _Search:
         for parent in self.names:
             for name, child in parent.named_children():
                 self.parents.setdefault(child, (parent, name))
-        self.experts = {m for layer in layers for expert in _experts(layer) for m in expert.modules()}
+        self.experts = _experts(layers)
 
     def targets(self, noted: Collection[nn.Module]) -> list[HookTarget]:
         self.noted = noted
@@ -240,15 +234,11 @@ def _samples_in_front(call: Call) -> bool:
     return all(dims > 2 and axis in (0, None) for dims, axis in axes)
 
 
-def _experts(layer: nn.Module) -> Iterable[nn.Module]:
-    for module in layer.modules():
-        children = list(module.children())
-        if (
-            isinstance(module, (nn.ModuleList, nn.ModuleDict))
-            and len(children) > 1
-            and len({type(c) for c in children}) == 1
-        ):
-            yield from children
+def _experts(layers: Iterable[nn.Module]) -> set[nn.Module]:
+    """The modules in lists of like modules, each of which may get other rows."""
+    lists = [m for layer in layers for m in layer.modules() if isinstance(m, (nn.ModuleList, nn.ModuleDict))]
+    alike = [m for m in lists if len(m) > 1 and len({type(child) for child in m.children()}) == 1]
+    return {m for several in alike for m in several.modules() if m is not several}
 
 
 def _count_once(targets: _Targets) -> None:

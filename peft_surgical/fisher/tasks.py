@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from peft_surgical.fisher.batches import Batch
+from peft_surgical.fisher.squares import widen
 
 
 IGNORED = -100
@@ -162,9 +163,9 @@ def find_reader(model: nn.Module) -> TaskReader:
     if name.endswith(("ForCausalLM", "LMHeadModel")) or (name.endswith("ForConditionalGeneration") and not seq2seq):
         return TaskReader(_read_causal, _causal_slots, many_classes=True)
     if name.endswith("ForConditionalGeneration") or name.endswith("ForMaskedLM"):
-        return TaskReader(_read_tokens, _token_slots, many_classes=True)
+        return TaskReader(_read_tokens, _labels, many_classes=True)
     if name.endswith("ForTokenClassification"):
-        return TaskReader(_read_tokens, _token_slots)
+        return TaskReader(_read_tokens, _labels)
     if name.endswith(("ForQuestionAnswering", "ForQuestionAnsweringSimple")):
         return TaskReader(_read_span, _span_slots)
     if name.endswith("ForMultipleChoice"):
@@ -187,13 +188,9 @@ def find_reader(model: nn.Module) -> TaskReader:
 _CLASSIFIERS = ("ForSequenceClassification", "Classification", "ForNextSentencePrediction")
 
 
-def _wide(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
 def _logits(outputs: Any) -> Tensor:
     if isinstance(outputs, Tensor):
-        return _wide(outputs)
+        return widen(outputs)
     logits = getattr(outputs, "logits", None)
     logits = outputs[0] if logits is None and isinstance(outputs, tuple) else logits
     if not isinstance(logits, Tensor):
@@ -201,7 +198,7 @@ def _logits(outputs: Any) -> Tensor:
             f"The model returns a {type(outputs).__name__} without logits. Give log_likelihood=, a function "
             "(outputs, batch) -> (N,)."
         )
-    return _wide(logits)
+    return widen(logits)
 
 
 def _labels(batch: Batch, name: str = "labels") -> Tensor | None:
@@ -239,15 +236,11 @@ def _read_yes_or_no(outputs: Any, batch: Batch) -> Distribution:
 
 def _number_slots(batch: Batch) -> Tensor | None:
     labels = _labels(batch)
-    return None if labels is None else _wide(labels.view(len(batch), -1))
+    return None if labels is None else widen(labels.view(len(batch), -1))
 
 
 def _read_tokens(outputs: Any, batch: Batch) -> Distribution:
     return Categorical(_logits(outputs))
-
-
-def _token_slots(batch: Batch) -> Tensor | None:
-    return _labels(batch)
 
 
 def _read_causal(outputs: Any, batch: Batch) -> Distribution:
@@ -260,7 +253,7 @@ def _causal_slots(batch: Batch) -> Tensor | None:
 
 
 def _read_span(outputs: Any, batch: Batch) -> Distribution:
-    logits = torch.stack([_wide(outputs.start_logits), _wide(outputs.end_logits)], 1)
+    logits = torch.stack([widen(outputs.start_logits), widen(outputs.end_logits)], 1)
     mask = batch.inputs.get("attention_mask")
     if isinstance(mask, Tensor):  # padding is no answer, or the likelihood would depend on the other samples
         logits = logits.masked_fill(~mask[:, None].bool(), -math.inf)

@@ -13,10 +13,9 @@ from peft_surgical.distributed import all_reduce, gather
 from peft_surgical.fisher.batches import Batch
 from peft_surgical.fisher.engine import FisherTask, Progress, Runner
 from peft_surgical.fisher.measure import FisherMeasurement, layer_fisher
-from peft_surgical.fisher.model_state import untouched
+from peft_surgical.fisher.model_state import layer_parameters, untouched
 from peft_surgical.fisher.objective import Objective
 from peft_surgical.fisher.sums import TensorFisher
-from peft_surgical.fisher.targets import layer_parameters
 from peft_surgical.layers import Layer
 
 

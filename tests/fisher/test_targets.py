@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import logging
+
 import fisher_oracle as oracle
 import pytest
 import torch
 from tiny_models import CAUSAL, batch, build
 from torch import nn
 
-from peft_surgical.fisher import engine as fisher_engine
+from peft_surgical.fisher import targets as fisher_targets
 from peft_surgical.fisher.batches import Batch
 from peft_surgical.fisher.measure import layer_fisher
 from peft_surgical.fisher.objective import make_objective
@@ -39,19 +41,6 @@ def test_usual_models_are_measured_exactly(family, samples, tokens, engine):
     compare(build(family), batch(family, n=samples, length=tokens), terms, engine)
 
 
-@pytest.mark.parametrize("engine", ["hooks", "layer_major"])
-def test_the_model_runs_on_one_sample_and_on_two_to_find_them_however_many_passes_follow(engine, monkeypatch):
-    sizes = []
-    find = fisher_engine.find_targets
-
-    def counted(model, layers, owners, run, samples):
-        return find(model, layers, owners, lambda n: sizes.append(n) or run(n), samples)
-
-    monkeypatch.setattr(fisher_engine, "find_targets", counted)
-    compare(build("bert"), batch("bert", n=4, length=7), engine=engine)
-    assert sizes == [1, 2]
-
-
 class Block(nn.Module):
     """A layer whose maps see samples and tokens in several ways."""
 
@@ -67,6 +56,11 @@ class Block(nn.Module):
             return x + self.outer(y).view(x.shape[1], x.shape[0], -1).transpose(0, 1)
         if self.kind == "read by its parent":
             return x + self.outer(nn.functional.linear(x, self.inner.weight, self.inner.bias).relu())
+        if self.kind == "pieces of several samples":
+            y = self.inner(x.transpose(0, 1).reshape(x.shape)).relu()
+            return x + self.outer(y).view(x.shape[1], x.shape[0], -1).transpose(0, 1)
+        if self.kind == "other samples":
+            return x + self.outer(self.inner(x).relu()) * x.mean(0)
         if self.kind == "flat":
             return x + self.outer(self.inner(x.flatten(0, 1)).relu()).view_as(x)
         return x + self.outer(self.inner(x).relu())
@@ -87,12 +81,69 @@ class Model(nn.Module):
         return type("Output", (), {"logits": self.head(x.mean(1))})
 
 
+def ids(samples, tokens):
+    return {"input_ids": torch.randint(9, (samples, tokens)), "labels": torch.randint(3, (samples,))}
+
+
+UNUSUAL = ["tokens first", "tokens first and flat", "read by its parent", "flat", "pieces of several samples"]
+
+
 @ENGINES
 @pytest.mark.parametrize(("samples", "tokens"), [(5, 3), (4, 4), (3, 4)])
-@pytest.mark.parametrize("kind", ["usual", "tokens first", "tokens first and flat", "read by its parent", "flat"])
+@pytest.mark.parametrize("kind", ["usual", *UNUSUAL])
 def test_models_of_any_make_are_measured_exactly(kind, samples, tokens, engine):
-    inputs = {"input_ids": torch.randint(9, (samples, tokens)), "labels": torch.randint(3, (samples,))}
-    compare(Model(lambda: Block(kind)), inputs, engine=engine)
+    compare(Model(lambda: Block(kind)), ids(samples, tokens), engine=engine)
+
+
+@pytest.fixture
+def searches(monkeypatch):
+    """The sizes of the batches that the model runs on to find the modules to listen to."""
+    sizes = []
+    find = fisher_targets.find_targets
+
+    def counted(model, layers, owners, run, samples):
+        return find(model, layers, owners, lambda n: sizes.append(n) or run(n), samples)
+
+    monkeypatch.setattr(fisher_targets, "find_targets", counted)
+    return sizes
+
+
+@ENGINES
+def test_of_usual_models_no_module_is_searched_for(engine, searches):
+    compare(build("bert"), batch("bert", n=4, length=7), engine=engine)
+    assert not searches
+
+
+@ENGINES
+@pytest.mark.parametrize("kind", UNUSUAL)
+def test_else_the_model_runs_on_one_sample_and_on_two_however_many_passes_follow(kind, engine, searches):
+    compare(Model(lambda: Block(kind)), ids(5, 3), engine=engine)
+    assert searches in ([1, 2], [1, 2, 1, 2])  # again, where more modules have to be noted
+
+
+def test_samples_that_depend_on_each_other_are_taken_one_at_a_time(caplog):
+    with caplog.at_level(logging.INFO, logger="peft_surgical"):
+        compare(Model(lambda: Block("other samples")), ids(5, 3))
+    assert "taken one at a time" in caplog.text
+
+
+@ENGINES
+@pytest.mark.parametrize("kind", ["usual", "flat"])
+def test_batches_of_several_samples_and_of_one(kind, engine):
+    model = Model(lambda: Block(kind)).double()
+    layers = choose_stack(model).layers
+    whole = Batch(ids(5, 3), tuple(range(5)))
+    found = [
+        [t.norm for tensors in layer_fisher(model, layers, batches, make_objective(model), engine=one).layers
+         for t in tensors.values()]
+        for one, batches in (
+            ("loop", [whole]),
+            (engine, [whole.select(0, 4), whole.select(4, 5)]),
+            (engine, [whole.select(0, 1), whole.select(1, 5)]),
+        )
+    ]  # fmt: skip
+    assert found[1] == pytest.approx(found[0], rel=1e-9)
+    assert found[2] == pytest.approx(found[0], rel=1e-9)
 
 
 class Gain(nn.Module):
