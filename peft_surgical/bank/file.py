@@ -25,6 +25,7 @@ from peft_surgical.files.safetensors_io import DTYPES, download
 from peft_surgical.methods.config import read_config
 from peft_surgical.methods.heads import head_names, head_shapes, label_settings
 from peft_surgical.methods.mixed_batch import BASE
+from peft_surgical.methods.stratified.config import CHANGES_BASE
 from peft_surgical.methods.surgical import SurgicalConfig, resolve_surgical
 from peft_surgical.names import PREFIX, CopyName
 
@@ -199,6 +200,7 @@ class BaseIndex:
         """
         folder = Path(source) if os.path.isdir(source) else download(os.fspath(source), ["adapter_*"])
         config, present_name = read_config(folder)
+        _refuse_changes_of_the_base(config)
         file = TaskFile(folder / SAFETENSORS_WEIGHTS_NAME, present_name)
         found = {entry.key: entry for entry in entries(dict.fromkeys(file.specs))}
         is_decoded = {key: e for key, e in found.items() if e.encoding != "values" and e.name in self.tensors}
@@ -279,6 +281,15 @@ class BaseIndex:
 def stored_keys(entry: Entry) -> list[str]:
     """The names of what is read of a tensor: all of its parts but the record of the error."""
     return [key for suffix, key in entry.keys().items() if suffix != ERROR]
+
+
+def _refuse_changes_of_the_base(config: PeftConfig) -> None:
+    method = "kasa" if getattr(config, "kasa_config", None) else getattr(config, "init_lora_weights", None)
+    if isinstance(method, str) and method.lower().startswith((*CHANGES_BASE, "kasa")):
+        raise ValueError(
+            f"With {method!r}, PEFT changes the base's own weights, which other tasks use. Save the adapter as a "
+            "plain LoRA, by path_initial_model_for_weight_conversion of save_pretrained."
+        )
 
 
 def _structure_of(module: nn.Module, known: dict[int, nn.Module]) -> nn.Module:

@@ -518,6 +518,36 @@ def test_what_does_not_fit_the_base_is_refused_when_added(tasks, tmp_path):
     assert list(bank) == ["first"]
 
 
+@pytest.mark.parametrize("method", ["pissa", "pissa_niter_2", "olora", "loftq", "corda", "lora_ga", "kasa"])
+def test_a_lora_that_changes_the_base_is_refused_when_added(method, tmp_path):
+    settings = {"kasa_config": {}} if method == "kasa" else {"init_lora_weights": method}
+    if method == "loftq":
+        settings["loftq_config"] = {"loftq_bits": 4}
+    save_task(tmp_path, method, CONFIGS["lora"]())
+    path = tmp_path / method / "adapter_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **settings}))
+    bank = DeltaBank(base())
+    with pytest.raises(ValueError, match=f"Task '{method}': .*{method}.* changes the base's own weights"):
+        bank.add(method, tmp_path / method)
+    assert list(bank) == []
+
+
+@pytest.mark.parametrize("method", ["pissa", "olora"])
+def test_a_lora_that_changed_the_base_is_served_once_it_is_converted(method, tmp_path):
+    model = get_peft_model(base(), LoraConfig(target_modules=["query"], r=2, init_lora_weights=method)).eval()
+    model.peft_config["default"].init_lora_weights = True  # as PEFT wants it before a conversion
+    model.save_pretrained(tmp_path / "begun")
+    model.peft_config["default"].init_lora_weights = method
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad and "lora_A" in name:
+                parameter.mul_(1.5)
+        answer = model(**X).logits
+    model.save_pretrained(tmp_path / "plain", path_initial_model_for_weight_conversion=str(tmp_path / "begun"))
+    bank = fill(DeltaBank(base()), tmp_path, ["plain"])
+    torch.testing.assert_close(ask(bank, "plain"), answer, atol=1e-5, rtol=0)
+
+
 def test_lora_that_does_not_fit_fails_when_it_is_used(tasks, tmp_path):
     folder, answers = tasks
     shutil.copytree(folder / "lora", tmp_path / "rank")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import gc
 import os
 import signal
@@ -238,9 +239,10 @@ def test_one_thread_may_begin_several_streams_that_others_finish(tasks):
     first, second = stream(bank, "last"), stream(bank, "first")
 
     def begin_both() -> list[torch.Tensor]:
-        beginnings = [next(first)]
+        # as asyncio.to_thread and the thread pools of servers do, each call is in a context of its own
+        beginnings = [contextvars.copy_context().run(next, first)]
         finishing.start()
-        return [*beginnings, next(second)]  # waits until the other thread has finished the first stream
+        return [*beginnings, contextvars.copy_context().run(next, second)]  # waits until the first stream has ended
 
     finishing = threading.Thread(target=list, args=(first,), daemon=True)
     beginnings = in_thread(begin_both)
@@ -248,6 +250,34 @@ def test_one_thread_may_begin_several_streams_that_others_finish(tasks):
     assert torch.equal(beginnings[0], answers["last"])
     assert torch.equal(beginnings[1], answers["first"])
     assert all(torch.equal(logits, answers["first"]) for logits in second)
+
+
+def test_a_task_in_the_loop_over_a_stream_of_another_is_refused(tasks):
+    """Nobody else steps the stream, so to wait for its end would be to wait for ever, whatever other threads exist."""
+    folder, answers = tasks
+    bank = fill(DeltaBank(base()), folder, ["last", "first"])
+    told, streaming = [], stream(bank, "last")
+
+    def interleave() -> list[torch.Tensor]:
+        found = []
+        for logits in streaming:
+            with pytest.raises(RuntimeError, match="within the task 'last' already and cannot switch to the task 'f"):
+                ask(bank, "first")
+            found.append(logits)
+        return found
+
+    other = threading.Thread(target=lambda: told.append(ask(bank, "first")), daemon=True)
+    next(streaming)
+    with pytest.raises(RuntimeError, match="a stream counts until it ends or is closed"):
+        ask(bank, "first")
+    start_and_wait(other)
+    assert torch.equal(ask(bank, "last"), answers["last"])  # past the one that waits, for which it would wait for ever
+    streaming.close()
+    finish(other)
+    assert torch.equal(told[0], answers["first"])
+    streaming = stream(bank, "last")
+    assert [torch.equal(logits, answers["last"]) for logits in in_thread(interleave)] == [True] * 3
+    assert torch.equal(ask(bank, "first"), answers["first"])
 
 
 @contextlib.contextmanager
