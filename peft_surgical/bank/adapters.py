@@ -174,19 +174,15 @@ class InjectedAdapters:
         try:
             self._add(task)
             made = self._collect(task)
+            _check_file(task, made)
         except BaseException:
             self._collect(task)  # what is made is taken out again
+            self.forget(task.adapter)
             raise
         finally:
             self._adopt()
             self.configs.pop(task.adapter, None)
             self.activate(before)
-        found = {key: torch.Size(spec.shape) for key, spec in task.layout.specs.items()}
-        expected = dict(made.shapes)
-        for key, slot in made.slots.items():  # heads differ in the number of labels
-            if isinstance(slot.owner, nn.Linear) and key in found and found[key][1:] == expected[key][1:]:
-                expected[key] = found[key]
-        check_tensors(found, expected, source=str(task.file.path))
         made.resize(task.layout.specs)
         return made
 
@@ -279,3 +275,12 @@ def _name_in_file(key: str, task: Task) -> str:
         key.replace(f".{STRATIFIED}.", f".{SURGICAL}."),
     )
     return next((other for other in (key, *others) if other in task.layout.specs), key)
+
+
+def _check_file(task: Task, made: AdapterSlots) -> None:
+    found = {key: torch.Size(spec.shape) for key, spec in task.layout.specs.items()}
+    expected = dict(made.shapes)
+    for key, slot in made.slots.items():  # heads differ in the number of labels
+        if isinstance(slot.owner, nn.Linear) and key in found and found[key][1:] == expected[key][1:]:
+            expected[key] = found[key]
+    check_tensors(found, expected, source=str(task.file.path))

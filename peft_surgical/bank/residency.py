@@ -225,7 +225,7 @@ class CompiledResidency(EagerResidency):
 
     def _empty(self, name: str, specs: Mapping[str, Spec]) -> dict[str, torch.Tensor]:
         try:
-            self._cache.on_device.reserve(f"slots for {name}", Layout(specs).nbytes, self._cache.in_use)
+            self._cache.on_device.reserve(f"slots for {name}", Layout(specs).nbytes, self._cache.in_use)  # type: ignore[arg-type]
         except NoRoomError as error:
             raise NoRoomError(f"slots for {name}: {error}") from None
         return {k: torch.zeros(spec.shape, dtype=spec.dtype, device=self._cache.device) for k, spec in specs.items()}

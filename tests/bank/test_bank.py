@@ -557,8 +557,9 @@ def test_lora_that_does_not_fit_fails_when_it_is_used(tasks, tmp_path):
     (tmp_path / "targets" / "adapter_config.json").write_text(json.dumps({**config, "target_modules": ["query"]}))
     bank = fill(DeltaBank(base()), tmp_path, ["rank", "targets"])
     bank.add("lora", folder / "lora")
-    with pytest.raises(ValueError, match="Task 'rank': .*has shape .*this model needs"):
-        ask(bank, "rank")
+    for _ in range(2):
+        with pytest.raises(ValueError, match="Task 'rank': .*has shape .*this model needs"):
+            ask(bank, "rank")
     with pytest.raises(ValueError, match="Task 'targets': .*has a tensor .*configuration does not account for"):
         ask(bank, "targets")
     assert torch.equal(ask(bank, "lora"), answers["lora"])
