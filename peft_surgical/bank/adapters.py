@@ -1,13 +1,11 @@
-"""Adapters whose tensors come and go: each is put into the model once, the bank fills and empties it.
-
-This is where the bank knows how PEFT's wrappers and this package's own hold what belongs to an adapter.
-"""
+"""How PEFT's wrappers and this package's own hold the tensors of an adapter, which the bank fills and empties."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
@@ -19,20 +17,104 @@ from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from peft_surgical.bank.file import Copies, Task
+from peft_surgical.bank.file import Task
 from peft_surgical.bank.memory import Spec
-from peft_surgical.bank.slots import AdapterSlots, TensorSlot, nothing, resize, slots_in
 from peft_surgical.copies.module import TunedModule
 from peft_surgical.files.adapter import method_of
+from peft_surgical.files.base import check_tensors
 from peft_surgical.methods.mixed_batch import BASE, adapter_names_in_forward
-from peft_surgical.names import (
-    PREFIX,
-    STRATIFIED,
-    SURGICAL,
-    CopyName,
-    as_attribute,
-    base_path,
-)
+from peft_surgical.names import PREFIX, STRATIFIED, SURGICAL, base_path
+
+
+@dataclass(frozen=True)
+class TensorSlot:
+    """Where one tensor of an adapter goes.
+
+    Args:
+        owner: The module that holds it.
+        name: What it is called there.
+    """
+
+    owner: nn.Module
+    name: str
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """What is there."""
+        if isinstance(self.owner, nn.ParameterDict):
+            return self.owner[self.name]
+        return getattr(self.owner, self.name)
+
+    def fill(self, tensor: torch.Tensor | None) -> None:
+        """Put a tensor there, or nothing."""
+        parameter = None if tensor is None else nn.Parameter(tensor, requires_grad=False)
+        if not isinstance(self.owner, nn.ParameterDict):
+            is_buffer = self.name in self.owner._buffers
+            table: Any = self.owner._buffers if is_buffer else self.owner._parameters
+            table[self.name] = tensor if is_buffer else parameter
+        elif parameter is None:
+            if self.name in self.owner:
+                del self.owner[self.name]
+        else:
+            self.owner[self.name] = parameter
+
+
+class AdapterSlots:
+    """All that the model has of one adapter. When made, the adapter is out of the model.
+
+    Args:
+        adapter: The adapter.
+        tables: All tables by adapter that have an entry for it, with that entry.
+        slots: Where its tensors go, by their plain names in the file.
+        modules: The modules that may keep cast tensors of it.
+    """
+
+    def __init__(
+        self,
+        adapter: str,
+        tables: Iterable[tuple[Any, Any]],
+        slots: Mapping[str, TensorSlot],
+        modules: Iterable[TunedModule] = (),
+    ):
+        self.adapter = adapter
+        self.slots = dict(slots)
+        self.shapes = {key: slot.tensor.shape for key, slot in self.slots.items()}
+        self._tables = list(tables)
+        self._modules = list(modules)
+        self.leave()
+
+    def resize(self, specs: Mapping[str, Spec]) -> None:
+        """Let linear modules know of the sizes that their tensors will have; heads differ in the number of labels."""
+        for key, slot in self.slots.items():
+            if slot.name == "weight" and isinstance(slot.owner, nn.Linear):
+                slot.owner.out_features = specs[key].shape[0]
+
+    def enter(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Put the adapter into the model, with these tensors."""
+        self.is_in_model = True  # from the first change on, in case of an interrupt
+        for key, slot in self.slots.items():
+            slot.fill(tensors[key])
+        for table, entry in self._tables:
+            table[self.adapter] = entry
+
+    def leave(self) -> None:
+        """Take the adapter out of the model, and let go of its tensors."""
+        for table, _ in self._tables:
+            if self.adapter in table:
+                del table[self.adapter]
+        for slot in self.slots.values():
+            slot.fill(None)
+        for module in self._modules:
+            module._kept.clear()
+        self.is_in_model = False
+
+
+def slots_in(prefix: str, entry: Any) -> dict[str, TensorSlot]:
+    """The slots of all tensors in a module that is one adapter's, by their names after a prefix."""
+    if not isinstance(entry, nn.Module):
+        return {}
+    names = {name: name.rpartition(".") for name in entry.state_dict()}
+    return {f"{prefix}.{n}": TensorSlot(entry.get_submodule(path), last) for n, (path, _, last) in names.items()}
 
 
 class InjectedAdapters:
@@ -45,11 +127,10 @@ class InjectedAdapters:
     def __init__(self, model: nn.Module):
         self.model = model
         self.active: list[str] = []  # all wrappers hold this very list, so that a switch is one assignment
-        self._configs: dict[str, Any] = {}  # all tuners hold this very dict
+        self.configs: dict[str, Any] = {}  # all tuners hold this very dict
+        self.tuned: dict[str, TunedModule] = {}
+        self.heads: dict[str, ModulesToSaveWrapper] = {}
         self._peft_models: dict[str, PeftModel] = {}
-        self._tuned: dict[str, TunedModule] = {}
-        self._heads: dict[str, ModulesToSaveWrapper] = {}
-        self._slots: dict[Task, AdapterSlots] = {}
 
     def activate(self, adapters: Sequence[str]) -> None:
         """Let these adapters compute, and no other."""
@@ -71,82 +152,18 @@ class InjectedAdapters:
             stack.callback(self.model.register_forward_pre_hook(check_rows, with_kwargs=True).remove)
             yield
 
-    # ---- tasks that come and go
-
-    @torch.inference_mode(False)
-    def enter(self, task: Task, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Put a task into the model, if it is not there. No forward runs meanwhile."""
-        if task not in self._slots:
-            self._slots[task] = self.make_slots(task)
-        slots = self._slots[task]
-        if not slots.is_in_model:
-            slots.enter(tensors)
-            self._configs[task.adapter] = task.config
-
-    def withdraw(self, task: Task) -> None:
-        """Take a task out of the model, if it is there."""
-        if task in self._slots and self._slots[task].is_in_model:
-            self._slots[task].leave()
-            self._configs.pop(task.adapter, None)
-
-    def forget(self, task: Task) -> None:
-        """Take a task out of the model for good."""
-        self.withdraw(task)
-        if self._slots.pop(task, None) is None:
-            return
+    def forget(self, adapter: str) -> None:
+        """Drop what PEFT's wrappers note of an adapter beside its tensors."""
         for module in self.model.modules():
-            if isinstance(module, BaseTunerLayer):  # PEFT's flags by adapter
+            if isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper)):
                 for table in vars(module).values():
                     if isinstance(table, dict):
-                        table.pop(task.adapter, None)
-
-    # ---- making room for them
-
-    def make_slots(self, task: Task) -> AdapterSlots:
-        """Make slots for a task: with PEFT, or twenty times faster where all modules are wrapped already."""
-        if task.is_surgical and self.has_room(task):
-            return self.copies_slots(task.adapter, task.copies, task.heads, task.layout.specs)
-        return self.peft_slots(task)
-
-    def has_room(self, task: Task) -> bool:
-        """Whether all modules of a SURGICAL task are wrapped already."""
-        return all(path in self._tuned for path in task.copies) and all(map(self._head_of, task.heads))
-
-    def copies_slots(
-        self, adapter: str, copies: Copies, heads: Iterable[str], specs: Mapping[str, Spec]
-    ) -> AdapterSlots:
-        """Make slots for a SURGICAL adapter in modules that are wrapped already.
-
-        Args:
-            adapter: The adapter.
-            copies: The tensors that it has copies of.
-            heads: The names of the tensors of its head in the base.
-            specs: Its tensors, by their plain names in the file.
-        """
-        tables: list[tuple[Any, Any]] = []
-        slots: dict[str, TensorSlot] = {}
-        for path, (names, is_in_place) in copies.items():
-            module = self._tuned[path]
-            bases = {name: module.base_tensor(name) for name in names}
-            module.put(adapter, {n: nothing(isinstance(t, nn.Parameter)) for n, t in bases.items()})
-            entry = module.tuned[adapter]
-            tables.append((module.tuned, entry))
-            for name in names:
-                slots[CopyName(path, name, in_place=is_in_place).in_file] = TensorSlot(entry, as_attribute(name))
-        for head in dict.fromkeys(filter(None, map(self._head_of, heads))):
-            tables.extend(self._add_head(head, adapter))
-            wrapper: Any = self._heads[head]
-            slots.update(slots_in(f"{PREFIX}{head}", wrapper.modules_to_save[adapter]))
-        resize(slots, specs)
-        return AdapterSlots(adapter, tables, slots, [self._tuned[path] for path in copies])
-
-    def alias(self, adapter: str, other: str, paths: Iterable[str]) -> None:
-        """Let an adapter have the very copies of another one in these modules."""
-        for path in paths:
-            self._tuned[path].tuned[adapter] = self._tuned[path].tuned[other]
+                        table.pop(adapter, None)
+                    elif isinstance(table, set):
+                        table.discard(adapter)
 
     @torch.inference_mode(False)
-    def peft_slots(self, task: Task) -> AdapterSlots:
+    def inject(self, task: Task) -> AdapterSlots:
         """Let PEFT make slots for an adapter of any method. No forward runs meanwhile.
 
         Raises:
@@ -155,20 +172,21 @@ class InjectedAdapters:
         before = list(self.active)
         self.activate([])
         try:
-            self._inject(task)
-            slots, shapes = self._collect(task)
+            self._add(task)
+            made = self._collect(task)
+            _check_file(task, made)
         except BaseException:
             self._collect(task)  # what is made is taken out again
+            self.forget(task.adapter)
             raise
         finally:
             self._adopt()
-            self._configs.pop(task.adapter, None)
+            self.configs.pop(task.adapter, None)
             self.activate(before)
-        _check_shapes(shapes, slots.slots, task)
-        resize(slots.slots, task.layout.specs)
-        return slots
+        made.resize(task.layout.specs)
+        return made
 
-    def _inject(self, task: Task) -> None:
+    def _add(self, task: Task) -> None:
         method = method_of(task.config)
         config: Any = copy.copy(task.config)
         config.inference_mode = True
@@ -181,7 +199,7 @@ class InjectedAdapters:
                 vars(self.model).pop("peft_config", None)  # PEFT warns of a second method, which is meant here
                 peft_model = PeftModel(self.model, config, task.adapter).eval()
                 self._peft_models[method] = peft_model
-                peft_model.base_model.peft_config = self.model.peft_config = self._configs  # type: ignore[assignment]
+                peft_model.base_model.peft_config = self.model.peft_config = self.configs  # type: ignore[assignment]
             else:
                 peft_model.base_model.active_adapter = task.adapter  # type: ignore[assignment]
                 peft_model.add_adapter(task.adapter, config)
@@ -192,14 +210,14 @@ class InjectedAdapters:
             if isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper)):
                 module._active_adapter = self.active  # type: ignore[assignment, union-attr]
             if isinstance(module, TunedModule):
-                self._tuned[base_path(path)] = module
+                self.tuned[base_path(path)] = module
             elif isinstance(module, ModulesToSaveWrapper):
-                self._heads[base_path(path)] = module
+                self.heads[base_path(path)] = module
         for peft_model in self._peft_models.values():
             peft_model.base_model.active_adapter = self.active  # type: ignore[assignment]
 
-    def _collect(self, task: Task) -> tuple[AdapterSlots, dict[str, tuple[int, ...]]]:
-        """Find all that PEFT has put into the model for an adapter, with the shapes that it made."""
+    def _collect(self, task: Task) -> AdapterSlots:
+        """Find all that PEFT has put into the model for an adapter."""
         adapter = task.adapter
         tuner_cls = PEFT_TYPE_TO_TUNER_MAPPING[method_of(task.config)]  # type: ignore[index]
         tables: list[tuple[Any, Any]] = []
@@ -207,7 +225,7 @@ class InjectedAdapters:
         for path, module in self.model.named_modules():
             if isinstance(module, ModulesToSaveWrapper) and adapter in module.modules_to_save:
                 entry: Any = module.modules_to_save[adapter]
-                tables += [(module.modules_to_save, entry), (module._adapters, None)]
+                tables.append((module.modules_to_save, entry))
                 slots.update(slots_in(f"{PREFIX}{path}", entry))
             elif isinstance(module, BaseTunerLayer):
                 for name, table, entry in _entries_of(module, adapter):
@@ -219,21 +237,7 @@ class InjectedAdapters:
                         plain = tuner_cls._remove_adapter_name_from_key(key, adapter).replace(".base_layer.", ".")
                         slots[_name_in_file(plain, task)] = slot
         tuned = [m for m in self.model.modules() if isinstance(m, TunedModule) and adapter in m.tuned]
-        shapes = {key: tuple(slot.tensor.shape) for key, slot in slots.items()}
-        return AdapterSlots(adapter, tables, slots, tuned), shapes
-
-    def _head_of(self, name: str) -> str | None:
-        """The path of the wrapped head that a tensor of the base lies in."""
-        return next((path for path in self._heads if name.startswith(f"{path}.")), None)
-
-    def _add_head(self, path: str, adapter: str) -> Iterator[tuple[Any, Any]]:
-        wrapper: Any = self._heads[path]
-        original = wrapper.original_module
-        shared = {id(tensor): tensor for tensor in original.state_dict(keep_vars=True).values()}
-        wrapper.modules_to_save[adapter] = copy.deepcopy(original, shared).requires_grad_(False)
-        wrapper._adapters.add(adapter)
-        yield wrapper.modules_to_save, wrapper.modules_to_save[adapter]
-        yield wrapper._adapters, None
+        return AdapterSlots(adapter, tables, slots, tuned)
 
 
 _MADE_OF_WEIGHTS = ("LORA", "SURGICAL", "STRATIFIED")
@@ -273,15 +277,10 @@ def _name_in_file(key: str, task: Task) -> str:
     return next((other for other in (key, *others) if other in task.layout.specs), key)
 
 
-def _check_shapes(shapes: Mapping[str, tuple[int, ...]], slots: Mapping[str, TensorSlot], task: Task) -> None:
-    specs = task.layout.specs
-    if missing := [key for key in slots if key not in specs]:
-        raise ValueError(f"{task.file.path} lacks the tensor {missing[0]!r}, which its config asks for.")
-    if unknown := [key for key in specs if key not in slots]:
-        raise ValueError(
-            f"{task.file.path} has a tensor {unknown[0]!r}, for which this base has no place under its config."
-        )
-    for key, wanted in shapes.items():
-        found = specs[key].shape
-        if wanted != found and not (isinstance(slots[key].owner, nn.Linear) and wanted[1:] == found[1:]):
-            raise ValueError(f"{task.file.path}: the tensor {key!r} has shape {found}, this base needs {wanted}.")
+def _check_file(task: Task, made: AdapterSlots) -> None:
+    found = {key: torch.Size(spec.shape) for key, spec in task.layout.specs.items()}
+    expected = dict(made.shapes)
+    for key, slot in made.slots.items():  # heads differ in the number of labels
+        if isinstance(slot.owner, nn.Linear) and key in found and found[key][1:] == expected[key][1:]:
+            expected[key] = found[key]
+    check_tensors(found, expected, source=str(task.file.path))

@@ -16,10 +16,10 @@ from torch import nn
 
 from peft_surgical.bank.adapters import InjectedAdapters
 from peft_surgical.bank.cache import BankStats, RemovedError, TaskCache
-from peft_surgical.bank.compiled import CompiledResidency, EagerResidency
 from peft_surgical.bank.file import BaseIndex, Task
 from peft_surgical.bank.lock import SwitchLock
 from peft_surgical.bank.memory import NoRoomError, parse_budget
+from peft_surgical.bank.residency import CompiledResidency, EagerResidency
 from peft_surgical.layers import unwrap
 from peft_surgical.methods.heads import apply_label_settings
 from peft_surgical.methods.mixed_batch import BASE
@@ -73,12 +73,13 @@ class DeltaBank:
         device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         self._base = BaseIndex(model)
         self._adapters = InjectedAdapters(model)
-        self._cache = TaskCache(self._base.tensors, device, device_bytes, host_bytes, self._adapters.withdraw)
+        self._cache = TaskCache(
+            self._base.tensors, device, device_bytes, host_bytes, lambda task: self._residency.withdraw(task)
+        )
         self._tasks: dict[str, Task] = {}
         make = CompiledResidency if compiled else EagerResidency
         self._residency = make(self._adapters, self._cache, self._tasks)
         self._lock = SwitchLock(self._switch)
-        self._in_place = _Use(())
         self._numbers = count(1)
         self._switches = self._failures = 0
 
@@ -118,7 +119,7 @@ class DeltaBank:
                 self._known(name)  # another thread was faster
                 return
             del self._tasks[name]
-            if task in self._in_place.tasks:
+            if task in self._cache.in_use:
                 self._clear()
                 self._lock.forget_key()
             self._residency.forget(task)
@@ -238,7 +239,6 @@ class DeltaBank:
         """Make a task the active one. No forward runs meanwhile."""
         self._clear()
         self._cache.in_use = set(use.tasks)
-        self._in_place = use
         adapters = []
         try:
             for task in use.tasks:
@@ -258,7 +258,6 @@ class DeltaBank:
         """Let the model be the base."""
         self._adapters.activate([])
         self._cache.in_use = set()
-        self._in_place = _Use(())
         apply_label_settings(self.model, self._base.labels)
 
     def _known(self, name: str) -> Task:
@@ -289,8 +288,6 @@ def _naming(task: str) -> Iterator[None]:
     """Put the task's name before what is wrong with it."""
     try:
         yield
-    except RemovedError:
-        raise
     except ValueError as error:
-        kind = NoRoomError if isinstance(error, NoRoomError) else ValueError
+        kind = type(error) if isinstance(error, (NoRoomError, RemovedError)) else ValueError
         raise kind(f"Task {task!r}: {error}") from error

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 
 from peft_surgical.bank.file import Task, stored_keys
-from peft_surgical.bank.lock import PREFETCH, keep_whole_in_forks
+from peft_surgical.bank.lock import keep_whole_in_forks
 from peft_surgical.bank.memory import Layout, LruBudget, NoRoomError, Resident
 from peft_surgical.files.adapter import Entry, decode_tensors
 
@@ -99,9 +99,9 @@ class TaskCache:
         self._wanted: Counter[Task] = Counter()  # what threads wait for
         self._loading = threading.Lock()
         self._fetching: Task | None = None
-        self._prefetching = ThreadPoolExecutor(1, thread_name_prefix=PREFETCH)
+        self._prefetching = ThreadPoolExecutor(1, thread_name_prefix="bank-prefetch")
         self._stream = torch.cuda.Stream(device) if self.is_on_gpu else None
-        keep_whole_in_forks(self)
+        keep_whole_in_forks(self, self.lock)
 
     def load(self, task: Task, *, gently: bool = False) -> Resident:
         """Bring a task to the device, if it is not there.
@@ -166,22 +166,14 @@ class TaskCache:
                 self._wanted.subtract(tasks)
                 self._wanted = +self._wanted  # without those that nobody wants
 
-    # ---- os.fork
-
-    def before_fork(self) -> None:
-        """Keep other threads out, so that the child finds no half-done change."""
-        self.lock.acquire()
-
-    def after_fork(self, *, in_child: bool) -> None:
-        """Go on; in the child, without the threads that exist in the parent only."""
-        if in_child:
-            self._loading = threading.Lock()
-            self._prefetching = ThreadPoolExecutor(1, thread_name_prefix=PREFETCH)
-            self._wanted.clear()
-            if self._fetching is not None:
-                self.on_device.drop_reservation(self._fetching)
-                self.in_host.drop_reservation(self._fetching)
-        self.lock.release()
+    def forget_other_threads(self) -> None:
+        """Called in a forked child, which has none of its parent's other threads."""
+        self._loading = threading.Lock()
+        self._prefetching = ThreadPoolExecutor(1, thread_name_prefix="bank-prefetch")
+        self._wanted.clear()
+        if self._fetching is not None:
+            self.on_device.drop_reservation(self._fetching)
+            self.in_host.drop_reservation(self._fetching)
 
     # ---- fetching
 

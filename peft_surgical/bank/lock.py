@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
-import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
-from types import FrameType
 from typing import Any
-
-
-PREFETCH = "bank-prefetch"  # how the names of threads begin that never hold the lock
 
 
 @dataclass(eq=False)
@@ -26,24 +21,21 @@ class _Hold:
     Args:
         key: What the lock is held for.
         alone: Whether nobody else may hold it meanwhile.
-        frame: The `id` of the frame whose `with` block it is.
         thread: The thread that asked for it.
+        is_over: Whether it has ended.
     """
 
     key: Hashable
     alone: bool
-    frame: int
     thread: int
+    is_over: bool = False
 
 
-class _AnyKey:
-    """The key of who holds the lock alone and leaves the key in place as it is."""
+_CHANGE = "a change of the bank"
+"""The key of who holds the lock alone and leaves the key in place as it is."""
 
-    def __str__(self) -> str:
-        return "a change of the bank"
-
-
-_ANY = _AnyKey()
+_within: ContextVar[tuple[_Hold, ...]] = ContextVar("within", default=())
+"""The holds that were begun in this context: by this thread, unless it runs each job in a context of its own."""
 
 
 class SwitchLock:
@@ -76,7 +68,7 @@ class SwitchLock:
         self._switching: _Hold | None = None
         self._key: Hashable = object()
         self.seconds_waited = 0.0
-        keep_whole_in_forks(self)
+        keep_whole_in_forks(self, self._mutex)
 
     @contextmanager
     def held(self, key: Hashable, *, alone: bool = False) -> Iterator[None]:
@@ -87,9 +79,9 @@ class SwitchLock:
             alone: Whether nobody else may hold it at the same time, not even for the same key.
 
         Raises:
-            RuntimeError: The block is inside another one for another key, or this thread waits for itself.
+            RuntimeError: Whoever asks has begun a block for another key, which could not end while it waits.
         """
-        hold = _Hold(key, alone, id(_user_frame()), threading.get_ident())
+        hold = _Hold(key, alone, threading.get_ident())
         try:
             self._enter(hold)
             yield
@@ -103,28 +95,20 @@ class SwitchLock:
     @contextmanager
     def exclusively(self) -> Iterator[None]:
         """Hold the lock alone within the block, whatever key is in place; it stays in place."""
-        with self.held(_ANY, alone=True):
+        with self.held(_CHANGE, alone=True):
             yield
 
     def forget_key(self) -> None:
         """Let no key be in place any more, so that the next holder switches. To be called by a sole holder."""
         self._key = object()
 
-    # ---- os.fork
-
-    def before_fork(self) -> None:
-        """Keep other threads out, so that the child finds no half-done change."""
-        self._mutex.acquire()
-
-    def after_fork(self, *, in_child: bool) -> None:
-        """Go on; in the child, without the threads that exist in the parent only."""
-        if in_child:
-            here = threading.get_ident()
-            if self._switching is not None and self._switching.thread != here:
-                self._switching, self._key = None, object()
-            self._queue = [hold for hold in self._queue if hold.thread == here]
-            self._holds = [hold for hold in self._holds if hold.thread == here]
-        self._mutex.release()
+    def forget_other_threads(self) -> None:
+        """Called in a forked child, which has none of its parent's other threads."""
+        here = threading.get_ident()
+        if self._switching is not None and self._switching.thread != here:
+            self._switching, self._key = None, object()
+        self._queue = [hold for hold in self._queue if hold.thread == here]
+        self._holds = [hold for hold in self._holds if hold.thread == here]
 
     # ---- entering and leaving
 
@@ -133,20 +117,23 @@ class SwitchLock:
         with self._mutex:
             if self._is_nested(hold):
                 self._holds.append(hold)
-                return
-            self._queue.append(hold)
-            self._admit()
-            while hold not in self._holds and not self._may_switch(hold):
-                self._refuse_waiting_for_itself(hold)
-                self._changed.wait()
-            self.seconds_waited += time.perf_counter() - started
-            if hold in self._holds:
-                return
-            self._switching = hold
-        if hold.key is not _ANY:
+            else:
+                self._queue.append(hold)
+                self._admit()
+                while hold not in self._holds and not self._may_switch(hold):
+                    self._changed.wait()
+                self.seconds_waited += time.perf_counter() - started
+                if hold not in self._holds:
+                    self._switching = hold
+        if self._switching is hold:
+            self._finish_switch(hold)
+        _within.set((*(other for other in _within.get() if not other.is_over), hold))
+
+    def _finish_switch(self, hold: _Hold) -> None:
+        if hold.key is not _CHANGE:
             self._switch(hold.key)
         with self._mutex:
-            if hold.key is not _ANY:
+            if hold.key is not _CHANGE:
                 self._key = hold.key
             self._switching = None
             for other in [hold] if hold.alone else [h for h in self._queue if h.key == hold.key and not h.alone]:
@@ -162,8 +149,10 @@ class SwitchLock:
             for holds in (self._queue, self._holds):
                 if hold in holds:
                     holds.remove(hold)
+            hold.is_over = True
             self._admit()
             self._changed.notify_all()
+        _within.set(tuple(other for other in _within.get() if not other.is_over))
 
     def _may_switch(self, hold: _Hold) -> bool:
         return self._queue[0] is hold and not self._holds and self._switching is None
@@ -175,55 +164,16 @@ class SwitchLock:
         while self._queue and not self._queue[0].alone and self._queue[0].key == self._key:
             self._holds.append(self._queue.pop(0))
 
-    # ---- threads that would wait for themselves
-
     def _is_nested(self, hold: _Hold) -> bool:
-        """Whether a block around this one holds the lock for the same key."""
-        if not self._holds:
-            return False
-        stack = set(_frames_from(sys._getframe(1)))
-        outer = next((other for other in self._holds if other.frame in stack), None)
+        """Whether a hold for the same key is there that cannot end while this one waits."""
+        is_in_loop = _is_in_event_loop()  # whose coroutines have contexts of their own
+        outer = next((h for h in self._holds if h in _within.get() or (is_in_loop and h.thread == hold.thread)), None)
         if outer is not None and (outer.key != hold.key or hold.alone):
-            raise RuntimeError(_within(outer, hold))
+            raise RuntimeError(
+                f"This thread is within {outer.key} already and cannot switch to {hold.key} before it has left. Use "
+                "one task after the other (a stream counts until it ends or is closed), or tasks in different threads."
+            )
         return outer is not None
-
-    def _refuse_waiting_for_itself(self, hold: _Hold) -> None:
-        """Refuse to wait for a generator that only this thread can step."""
-        outer = next((other for other in self._holds if other.thread == hold.thread), None)
-        if outer is not None and (_is_in_event_loop() or _is_only_thread()):
-            raise RuntimeError(_within(outer, hold))
-
-
-def _within(outer: _Hold, hold: _Hold) -> str:
-    return (
-        f"This thread is within {outer.key} already and cannot switch to {hold.key} before it has left. Use one task "
-        "after the other, or tasks in different threads."
-    )
-
-
-def _user_frame() -> FrameType:
-    """The frame whose `with` block is being entered: the first one that is no context manager's."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and (_is_managing(frame) or _is_managing(frame.f_back)):
-        frame = frame.f_back
-    return frame
-
-
-def _is_managing(frame: FrameType) -> bool:
-    package, _, _ = __name__.rpartition(".")
-    module = frame.f_globals.get("__name__", "")
-    return module in (contextlib.__name__, package, f"{package}.bank", __name__) or frame.f_code.co_name == "__enter__"
-
-
-def _frames_from(frame: FrameType | None) -> Iterator[int]:
-    while frame is not None:
-        yield id(frame)
-        frame = frame.f_back
-
-
-def _is_only_thread() -> bool:
-    others = [thread for thread in threading.enumerate() if thread is not threading.current_thread()]
-    return all(thread.name.startswith(PREFETCH) for thread in others)
 
 
 def _is_in_event_loop() -> bool:
@@ -236,25 +186,32 @@ def _is_in_event_loop() -> bool:
 
 # ---- os.fork: the child has the thread that forked and no other
 
-_whole_in_forks: weakref.WeakSet[Any] = weakref.WeakSet()
+_mutexes: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 _forking = threading.local()
 
 
-def keep_whole_in_forks(thing: Any) -> None:
-    """Call a thing's `before_fork()` and `after_fork(in_child=...)` whenever the process forks."""
-    _whole_in_forks.add(thing)
+def keep_whole_in_forks(thing: Any, mutex: Any) -> None:
+    """Let forks wait for a thing's mutex, so that the child finds no half-done change.
+
+    Args:
+        thing: The thing. Its `forget_other_threads()` is called in the child.
+        mutex: The re-entrant lock that it is changed under.
+    """
+    _mutexes[thing] = mutex
 
 
 def _before_fork() -> None:
-    _forking.things = list(_whole_in_forks)
-    for thing in _forking.things:
-        thing.before_fork()
+    _forking.mutexes = list(_mutexes.items())
+    for _, mutex in _forking.mutexes:
+        mutex.acquire()
 
 
 def _after_fork(in_child: bool) -> None:
-    for thing in _forking.things:
-        thing.after_fork(in_child=in_child)
-    _forking.things = []
+    for thing, mutex in _forking.mutexes:
+        if in_child:
+            thing.forget_other_threads()
+        mutex.release()
+    _forking.mutexes = []
 
 
 if hasattr(os, "register_at_fork"):

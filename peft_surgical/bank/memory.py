@@ -145,13 +145,6 @@ class LruBudget(Generic[Key, Value]):
         self.peak = max(self.peak, self.used)
         return values
 
-    def set_aside(self, name: str, nbytes: int, keep: Collection[Key] = ()) -> None:
-        """Take room away for good, giving up others as `reserve` does."""
-        try:
-            self.reserve(name, nbytes, keep)  # type: ignore[arg-type]
-        except NoRoomError as error:
-            raise NoRoomError(f"{name}: {error}") from None
-
     def put(self, key: Key, value: Value) -> None:
         """Store the value for which room was set aside."""
         self._values[key] = value

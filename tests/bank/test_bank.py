@@ -521,6 +521,8 @@ def test_what_does_not_fit_the_base_is_refused_when_added(tasks, tmp_path):
 @pytest.mark.parametrize("method", ["pissa", "pissa_niter_2", "olora", "loftq", "corda", "lora_ga", "kasa"])
 def test_a_lora_that_changes_the_base_is_refused_when_added(method, tmp_path):
     settings = {"kasa_config": {}} if method == "kasa" else {"init_lora_weights": method}
+    if method == "loftq":
+        settings["loftq_config"] = {"loftq_bits": 4}
     save_task(tmp_path, method, CONFIGS["lora"]())
     path = tmp_path / method / "adapter_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **settings}))
@@ -532,39 +534,7 @@ def test_a_lora_that_changes_the_base_is_refused_when_added(method, tmp_path):
 
 @pytest.mark.parametrize("method", ["pissa", "olora"])
 def test_a_lora_that_changed_the_base_is_served_once_it_is_converted(method, tmp_path):
-    model = get_peft_model(
-        base(), LoraConfig(task_type="SEQ_CLS", target_modules=["query"], r=2, init_lora_weights=method)
-    ).eval()
-    model.peft_config["default"].init_lora_weights = True  # as PEFT wants it before a conversion
-    model.save_pretrained(tmp_path / "begun")
-    model.peft_config["default"].init_lora_weights = method
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.requires_grad and "lora_A" in name:
-                parameter.mul_(1.5)
-        answer = model(**X).logits
-    model.save_pretrained(tmp_path / "plain", path_initial_model_for_weight_conversion=str(tmp_path / "begun"))
-    bank = fill(DeltaBank(base()), tmp_path, ["plain"])
-    torch.testing.assert_close(ask(bank, "plain"), answer, atol=1e-5, rtol=0)
-
-
-@pytest.mark.parametrize("method", ["pissa", "pissa_niter_2", "olora", "loftq", "corda", "lora_ga", "kasa"])
-def test_a_lora_that_changes_the_base_is_refused_when_added(method, tmp_path):
-    settings = {"kasa_config": {}} if method == "kasa" else {"init_lora_weights": method}
-    save_task(tmp_path, method, CONFIGS["lora"]())
-    path = tmp_path / method / "adapter_config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **settings}))
-    bank = DeltaBank(base())
-    with pytest.raises(ValueError, match=f"Task '{method}': .*{method}.* changes the base's own weights"):
-        bank.add(method, tmp_path / method)
-    assert list(bank) == []
-
-
-@pytest.mark.parametrize("method", ["pissa", "olora"])
-def test_a_lora_that_changed_the_base_is_served_once_it_is_converted(method, tmp_path):
-    model = get_peft_model(
-        base(), LoraConfig(task_type="SEQ_CLS", target_modules=["query"], r=2, init_lora_weights=method)
-    ).eval()
+    model = get_peft_model(base(), LoraConfig(target_modules=["query"], r=2, init_lora_weights=method)).eval()
     model.peft_config["default"].init_lora_weights = True  # as PEFT wants it before a conversion
     model.save_pretrained(tmp_path / "begun")
     model.peft_config["default"].init_lora_weights = method
@@ -587,9 +557,10 @@ def test_lora_that_does_not_fit_fails_when_it_is_used(tasks, tmp_path):
     (tmp_path / "targets" / "adapter_config.json").write_text(json.dumps({**config, "target_modules": ["query"]}))
     bank = fill(DeltaBank(base()), tmp_path, ["rank", "targets"])
     bank.add("lora", folder / "lora")
-    with pytest.raises(ValueError, match="Task 'rank': .*has shape .*this base needs"):
-        ask(bank, "rank")
-    with pytest.raises(ValueError, match="Task 'targets': .*has a tensor .*for which this base has no place"):
+    for _ in range(2):
+        with pytest.raises(ValueError, match="Task 'rank': .*has shape .*this model needs"):
+            ask(bank, "rank")
+    with pytest.raises(ValueError, match="Task 'targets': .*has a tensor .*configuration does not account for"):
         ask(bank, "targets")
     assert torch.equal(ask(bank, "lora"), answers["lora"])
 

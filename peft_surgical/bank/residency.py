@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 import logging
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
+from typing import Any
 
 import torch
+from torch import nn
 
-from peft_surgical.bank.adapters import InjectedAdapters
+from peft_surgical.bank.adapters import AdapterSlots, InjectedAdapters, TensorSlot, slots_in
 from peft_surgical.bank.cache import TaskCache
 from peft_surgical.bank.file import Copies, Task
-from peft_surgical.bank.memory import Layout, Spec
-from peft_surgical.bank.slots import TensorSlot
+from peft_surgical.bank.memory import Layout, NoRoomError, Spec
 from peft_surgical.files.adapter import entry_of
-from peft_surgical.names import SURGICAL
+from peft_surgical.names import PREFIX, SURGICAL, CopyName, as_attribute
 
 
 logger = logging.getLogger(__name__)
@@ -38,6 +40,7 @@ class EagerResidency:
         self._adapters = adapters
         self._cache = cache
         self._tasks = tasks
+        self._made: dict[Task, AdapterSlots] = {}
 
     def bring(self, task: Task) -> str:
         """Bring a task to the device and into the model; gives its adapter. No forward runs meanwhile.
@@ -47,9 +50,19 @@ class EagerResidency:
             ValueError: Its file cannot be read, or does not fit the base.
         """
         resident = self._cache.load(task)
-        with self._cache.lock:
-            self._adapters.enter(task, resident.tensors)
+        with self._cache.lock, torch.inference_mode(False):
+            if task not in self._made:
+                self._made[task] = self._make(task)
+            if not self._made[task].is_in_model:
+                self._made[task].enter(resident.tensors)
+                self._adapters.configs[task.adapter] = task.config
         return task.adapter
+
+    def withdraw(self, task: Task) -> None:
+        """Take a task out of the model, if it is there."""
+        if task in self._made and self._made[task].is_in_model:
+            self._made[task].leave()
+            self._adapters.configs.pop(task.adapter, None)
 
     def use(self, task: Task) -> None:
         """Called by a thread before its forwards: let its stream read the task's tensors."""
@@ -62,7 +75,59 @@ class EagerResidency:
         """Free all memory that a task takes. No forward runs meanwhile."""
         with self._cache.lock:
             self._cache.forget(task)
-            self._adapters.forget(task)
+            self.withdraw(task)
+            if self._made.pop(task, None) is not None:
+                self._adapters.forget(task.adapter)
+
+    def _make(self, task: Task) -> AdapterSlots:
+        """Make slots for a task: with PEFT, or twenty times faster where all modules are wrapped already."""
+        if task.is_surgical and self.has_room(task):
+            return self.copies_slots(task.adapter, task.copies, task.heads, task.layout.specs)
+        return self._adapters.inject(task)
+
+    def has_room(self, task: Task) -> bool:
+        """Whether all modules of a SURGICAL task are wrapped already."""
+        return all(path in self._adapters.tuned for path in task.copies) and all(map(self._head_of, task.heads))
+
+    def copies_slots(
+        self, adapter: str, copies: Copies, heads: Iterable[str], specs: Mapping[str, Spec]
+    ) -> AdapterSlots:
+        """Make slots for a SURGICAL adapter in modules that are wrapped already.
+
+        Args:
+            adapter: The adapter.
+            copies: The tensors that it has copies of.
+            heads: The names of the tensors of its head in the base.
+            specs: Its tensors, by their plain names in the file.
+        """
+        tables: list[tuple[Any, Any]] = []
+        slots: dict[str, TensorSlot] = {}
+        modules = [self._adapters.tuned[path] for path in copies]
+        for module, (path, (names, is_in_place)) in zip(modules, copies.items(), strict=True):
+            empty: dict[str, torch.Tensor] = {name: torch.empty(0) for name in names}
+            for name in names:
+                if isinstance(module.base_tensor(name), nn.Parameter):
+                    empty[name] = nn.Parameter(empty[name], requires_grad=False)
+            module.put(adapter, empty)
+            entry = module.tuned[adapter]
+            tables.append((module.tuned, entry))
+            for name in names:
+                slots[CopyName(path, name, in_place=is_in_place).in_file] = TensorSlot(entry, as_attribute(name))
+        for path in dict.fromkeys(filter(None, map(self._head_of, heads))):
+            wrapper: Any = self._adapters.heads[path]
+            shared = {id(t): t for t in wrapper.original_module.state_dict(keep_vars=True).values()}
+            head = copy.deepcopy(wrapper.original_module, shared).requires_grad_(False)
+            wrapper.modules_to_save[adapter] = head
+            wrapper._adapters.add(adapter)
+            tables.append((wrapper.modules_to_save, head))
+            slots.update(slots_in(f"{PREFIX}{path}", head))
+        made = AdapterSlots(adapter, tables, slots, modules)
+        made.resize(specs)
+        return made
+
+    def _head_of(self, name: str) -> str | None:
+        """The path of the wrapped head that a tensor of the base lies in."""
+        return next((path for path in self._adapters.heads if name.startswith(f"{path}.")), None)
 
 
 class CompiledResidency(EagerResidency):
@@ -119,8 +184,8 @@ class CompiledResidency(EagerResidency):
     def _make_slots(self, tasks: list[Task]) -> None:
         new: Copies = {}
         for task in tasks:
-            if task.is_surgical and not self._adapters.has_room(task):
-                self._adapters.peft_slots(task)  # wraps the modules
+            if task.is_surgical and not self.has_room(task):
+                self._adapters.inject(task)  # wraps the modules
             new.update({path: what for path, what in task.copies.items() if path not in self._paths})
         self._add_copies(new)
         for task in tasks:
@@ -128,39 +193,42 @@ class CompiledResidency(EagerResidency):
                 self._slots[kind] = self._add_head(task) if task.is_surgical else self._add_adapter(task)
 
     def _add_copies(self, copies: Copies) -> None:
-        made = self._adapters.copies_slots("slot", copies, (), {})
-        values = {key: self._base[entry_of(key).name].detach().clone() for key in made.slots}
-        self._set_aside(
-            f"copies of {len(copies)} modules", {k: Spec(v.dtype, tuple(v.shape)) for k, v in values.items()}
-        )
-        made.enter(values)
+        made = self.copies_slots("slot", copies, (), {})
+        bases = {key: self._base[entry_of(key).name] for key in made.slots}
+        specs = {key: Spec(base.dtype, tuple(base.shape)) for key, base in bases.items()}
+        made.enter(self._empty(f"copies of {len(copies)} modules", specs))
+        self._changed.update(specs)  # the first task to be written brings the base's values for all others
         for adapter, _ in self._slots.values():
             if adapter.startswith("slot"):
-                self._adapters.alias(adapter, "slot", copies)
+                self._alias(adapter, copies)
         self._paths.update(copies)
         self._copies.update(made.slots)
+
+    def _alias(self, adapter: str, paths: Iterable[str]) -> None:
+        """Let an adapter have the copies that all share."""
+        for path in paths:
+            tuned = self._adapters.tuned[path].tuned
+            tuned[adapter] = tuned["slot"]
 
     def _add_head(self, task: Task) -> tuple[str, dict[str, TensorSlot]]:
         """A name for all copies together with a head of the task's size."""
         adapter = f"slot_{len(self._slots)}"
-        made = self._adapters.copies_slots(adapter, {}, task.heads, task.layout.specs)
-        self._adapters.alias(adapter, "slot", self._paths)
+        made = self.copies_slots(adapter, {}, task.heads, task.layout.specs)
+        self._alias(adapter, self._paths)
         made.enter(self._empty(adapter, {key: task.layout.specs[key] for key in made.slots}))
         return adapter, made.slots
 
     def _add_adapter(self, task: Task) -> tuple[str, dict[str, TensorSlot]]:
-        made = self._adapters.peft_slots(task)
+        made = self._adapters.inject(task)
         made.enter(self._empty(task.adapter, task.layout.specs))
         return task.adapter, made.slots
 
     def _empty(self, name: str, specs: Mapping[str, Spec]) -> dict[str, torch.Tensor]:
-        self._set_aside(name, specs)
-        return {
-            key: torch.zeros(spec.shape, dtype=spec.dtype, device=self._cache.device) for key, spec in specs.items()
-        }
-
-    def _set_aside(self, name: str, specs: Mapping[str, Spec]) -> None:
-        self._cache.on_device.set_aside(f"slots for {name}", Layout(specs).nbytes, self._cache.in_use)
+        try:
+            self._cache.on_device.reserve(f"slots for {name}", Layout(specs).nbytes, self._cache.in_use)  # type: ignore[arg-type]
+        except NoRoomError as error:
+            raise NoRoomError(f"slots for {name}: {error}") from None
+        return {k: torch.zeros(spec.shape, dtype=spec.dtype, device=self._cache.device) for k, spec in specs.items()}
 
     # ---- filling them
 
