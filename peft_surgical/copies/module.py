@@ -215,13 +215,8 @@ class TunedModule(nn.Module, BaseTunerLayer):
 
     # parents may read `module.weight`, or anything else, instead of calling the module
 
-    @property
-    def weight(self) -> torch.Tensor:
-        return self.module_in_use().weight
-
-    @property
-    def bias(self) -> torch.Tensor:
-        return self.module_in_use().bias
+    weight = property(lambda self: self.module_in_use().weight)
+    bias = property(lambda self: self.module_in_use().bias)
 
     def __getattr__(self, name: str) -> Any:
         try:

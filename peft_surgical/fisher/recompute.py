@@ -106,7 +106,9 @@ def _vmapped(
         grads = [samples_first(call.gradients[i], call.output_axes[i], samples)[chunk] for i in which]
         split = [i for i, axis in enumerate(call.input_axes) if axis is not None]
 
-        def one_sample(sliced, grads, call=call, inputs=inputs, split=split, which=which):
+        def one_sample(  # type: ignore[no-untyped-def]
+            sliced, grads, call=call, inputs=inputs, split=split, which=which
+        ):
             own = list(inputs)
             for i, x in zip(split, sliced, strict=True):
                 own[i] = x

@@ -39,7 +39,7 @@ TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: 
 
 
 @triton.jit(do_not_specialize=["N", "T"])
-def _squared_products(
+def _squared_products(  # type: ignore[no-untyped-def]  Triton's types are not Python's
     JOBS,
     OWNERS,
     LENGTHS,
@@ -225,7 +225,7 @@ def _upload(table: Tensor, device: torch.device) -> Tensor:
 
 
 @triton.jit
-def _normalized_sums(
+def _normalized_sums(  # type: ignore[no-untyped-def]
     G, X, OUT, T, C, g_stride, x_stride, eps, CENTER: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr
 ):
     """OUT[n, s, 0] = sum_t G[n, t] * xhat[n, t] and OUT[n, s, 1] = sum_t G[n, t], over the tokens t of slice s.

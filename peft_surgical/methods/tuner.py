@@ -44,11 +44,9 @@ class DeltaTuner(SavedState, BaseTuner):
     tuned_in_place_cls: type[TunedInPlace] = TunedInPlace
     target_module_mapping: dict[str, list[str]] = {}
     _frozen_on_purpose: frozenset[str] = frozenset()
-    _copied: dict[int, nn.Parameter] = {}
-    """While an adapter is made: its copies so far, by the id of the base's parameter; what is tied stays tied."""
+    _copied: dict[int, nn.Parameter] = {}  # of the adapter being made, by id of the base's tensor
     _is_trained_set_checked = False
-    _flags: list[tuple[nn.Parameter, bool]] | None = None
-    """While adapters are disabled: which of their parameters were trainable."""
+    _flags: list[tuple[nn.Parameter, bool]] | None = None  # which were trainable, while adapters are disabled
 
     # ---- before the model is changed
 
@@ -123,7 +121,7 @@ class DeltaTuner(SavedState, BaseTuner):
         names = peft_config.resolution.copies.get(current_key)
         if names is None:
             raise ValueError(
-                f"The weights have tensors for {current_key!r}, which the adapter's configuration does not choose."
+                f"The weights have tensors for {current_key!r}, which the adapter's config does not choose."
             )
         options = {
             "init_weights": getattr(peft_config, "init_weights", True) is not False,
@@ -144,9 +142,8 @@ class DeltaTuner(SavedState, BaseTuner):
             tuned = self._tuned_module_cls_for(target)(target, adapter_name, names, **options)
             setattr(parent, target_name, tuned)
         # a module that was wrapped just now has the new adapter active, which the tuner may not
-        tuned.tuned[adapter_name].requires_grad_(
-            adapter_name in self.active_adapters and not peft_config.inference_mode
-        )
+        is_trained = adapter_name in self.active_adapters and not peft_config.inference_mode
+        tuned.tuned[adapter_name].requires_grad_(is_trained)
         tuned._active_adapter = list(self.active_adapters)
 
     def _tuned_module_cls_for(self, module: nn.Module) -> type[TunedModule]:
@@ -156,7 +153,8 @@ class DeltaTuner(SavedState, BaseTuner):
         check_adapter_name(adapter_name, model)
         frozen, present = self._frozen_on_purpose, {id(module) for module in model.modules()}
         given: Any = self.peft_config[adapter_name]
-        self.peft_config[adapter_name] = given.for_one_model()
+        if not given.inference_mode:  # what is loaded is resolved already, and PEFT expects that very config
+            self.peft_config[adapter_name] = given.for_one_model()
         self._copied = {}
         with self._gathering():
             super().inject_adapter(model, adapter_name, *args, **kwargs)
@@ -216,7 +214,7 @@ class DeltaTuner(SavedState, BaseTuner):
         apply_label_settings(self.model, settings)
 
     def delete_adapter(self, adapter_name: str) -> None:
-        """Delete an adapter. If it was the active one, the oldest remaining adapter becomes active on all modules."""
+        """Delete an adapter. If it was the active one, the oldest remaining one becomes active on all modules."""
         delete_adapter(self, adapter_name)
 
     def train(self, mode: bool = True) -> Self:

@@ -131,11 +131,11 @@ class RankingCallback(TrainerCallback):
         self.options = {"progress": False} | options
         self.rankings: list[LayerRanking] = []
 
-    def on_train_begin(self, args, state, control, model=None, **kwargs):
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         if not state.epoch:  # a resumed run has been here before
             self._rank(model, 0, state)
 
-    def on_epoch_end(self, args, state, control, model=None, **kwargs):
+    def on_epoch_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         self._rank(model, round(state.epoch), state)
 
     def _rank(self, model: Any, epoch: int, state: Any) -> None:

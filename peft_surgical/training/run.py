@@ -45,13 +45,13 @@ class EpochLines(TrainerCallback):
         self.metric = metric
         self.line = ""
 
-    def on_log(self, args, state, control, logs=None, **kwargs):
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if "loss" in (logs or {}):
             self.line = f"  epoch {state.epoch:.3g}: training loss {float(logs['loss']):.4f}"
             if args.eval_strategy == "no":
                 self.show(self.line)
 
-    def on_evaluate(self, args, state, control, metrics=None, **kwargs):
+    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
         value = (metrics or {}).get(f"eval_{self.metric}")
         if value is not None:
             self.show(f"{self.line}, {self.metric} {value:.4f} on the selection rows")
@@ -60,7 +60,7 @@ class EpochLines(TrainerCallback):
 class StepBar(ProgressCallback):
     """The progress bar of transformers, without its lines of raw numbers."""
 
-    def on_log(self, args, state, control, logs=None, **kwargs):
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         pass
 
 
