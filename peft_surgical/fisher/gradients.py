@@ -8,7 +8,7 @@ times in one forward pass gets one of these for each use, and `join` adds them u
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from math import prod
 
 import torch
@@ -71,7 +71,7 @@ class SampleGradients(ABC):
         """The squared norm of each sample's gradient, (N,)."""
         return torch.cat([widen(part).reshape(len(part), -1).square().sum(1) for part in self._parts()])
 
-    def _parts(self) -> Any:
+    def _parts(self) -> Iterator[Tensor]:
         step = max(1, _CHUNK_ELEMENTS // max(1, prod(self.shape)))
         for first in range(0, self.samples, step):
             yield self.dense(first, min(first + step, self.samples))

@@ -39,7 +39,7 @@ TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: 
 
 
 @triton.jit(do_not_specialize=["N", "T"])
-def _squared_products(  # type: ignore[no-untyped-def]  Triton's types are not Python's
+def _squared_products(  # type: ignore[no-untyped-def]
     JOBS,
     OWNERS,
     LENGTHS,
