@@ -120,11 +120,11 @@ class Way:
 
 def resident(bench: Bench, kind: str) -> Way:
     """PEFT's `set_adapter`, both adapters in the model."""
-    model = PeftModel.from_pretrained(bench.base(), bench.folder / f"{kind} 0", adapter_name="0")
-    model.load_adapter(bench.folder / f"{kind} 1", adapter_name="1")
+    model = PeftModel.from_pretrained(bench.base(), bench.folder / f"{kind} 0", adapter_name="task 0")
+    model.load_adapter(bench.folder / f"{kind} 1", adapter_name="task 1")
 
     def switch(task: int) -> nn.Module:
-        model.set_adapter(str(task))
+        model.set_adapter(f"task {task}")
         return model
 
     return Way(switch)

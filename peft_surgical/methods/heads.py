@@ -35,7 +35,8 @@ def head_names(model: nn.Module, task_type: str | None) -> list[str]:
             continue
         names += [f"{name}.{i}" for i in range(len(child))] if isinstance(child, nn.ModuleList) else [name]
     # PEFT finds modules by the end of their path, and copies modules alone
-    alike = {name for name in names for path, _ in model.named_modules() if path != name and path.endswith(name)}
+    in_body = [path for path, _ in model.named_modules() if path.partition(".")[0] == body]
+    alike = {name for name in names if any(path.endswith(name) for path in in_body)}
     for name in [*(name for name, _ in model.named_parameters(recurse=False)), *sorted(alike)]:
         why = "a part of the pretrained model has that name" if name in alike else "it is a parameter by itself"
         warnings.warn(f"{name!r} of {type(model).__name__}'s head is not trained: {why}.", stacklevel=2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import logging
 import sys
 from pathlib import Path
 
@@ -24,7 +25,10 @@ def call(name: str, monkeypatch, *options: object) -> dict:
     module = importlib.import_module(f"benchmarks.{name.replace('_', '.', 1)}")
     output = Path(options[-1])
     monkeypatch.setattr(sys, "argv", [name, *map(str, options[:-1]), "--output", str(output)])
-    module.main()
+    try:
+        module.main()
+    finally:
+        logging.disable(logging.NOTSET)  # a benchmark is a process of its own, tests are not
     (file,) = output.glob(f"{name}-*.json")
     return json.loads(file.read_text())
 
