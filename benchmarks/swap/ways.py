@@ -124,7 +124,7 @@ def resident(bench: Bench, kind: str) -> Way:
     model.load_adapter(bench.folder / f"{kind} 1", adapter_name="task 1")
 
     def switch(task: int) -> nn.Module:
-        model.set_adapter(f"task {task}")
+        model.set_adapter(f"task {task}", inference_mode=True)
         return model
 
     return Way(switch)

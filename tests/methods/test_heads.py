@@ -82,17 +82,17 @@ def test_every_part_of_the_head_is_trained_saved_and_comes_back(case, tmp_path):
     trained = {name for name, p in model.named_parameters() if p.requires_grad and "modules_to_save" in name}
     assert {name.split("base_model.model.")[1].partition(".")[0] for name in trained} == heads
     shake(model, "default").eval()
-    expected = model(**inputs).logits
+    expected = model.base_model(**inputs).logits  # PEFT's class for the task type hands on texts in its older releases
     folder = save(model, tmp_path)
     names = set(load_file(folder / "adapter_model.safetensors"))
     assert {name.split("base_model.model.")[1].partition(".")[0] for name in names} >= heads
     loaded = PeftModel.from_pretrained(make(case, 2), folder).eval()
-    assert torch.equal(loaded(**inputs).logits, expected)
+    assert torch.equal(loaded.base_model(**inputs).logits, expected)
     merged = copy.deepcopy(loaded).merge_and_unload()
     assert torch.equal(merged(**inputs).logits, expected)
     plain = make(case, 2)
     with loaded.disable_adapter():
-        assert torch.equal(loaded(**inputs).logits, plain(**inputs).logits)
+        assert torch.equal(loaded.base_model(**inputs).logits, plain(**inputs).logits)
 
 
 def test_a_parameter_that_the_model_holds_itself_is_named():

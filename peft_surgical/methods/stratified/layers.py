@@ -63,24 +63,25 @@ class RestoresBase(lora.LoraLayer):
 
     _originals: dict[str, torch.Tensor] | None = None
     _is_merging = False
+    _scaling: dict[str, float] = {}
     beside_copies: frozenset[str] = frozenset()
     """The adapters that have copies of base tensors besides LoRA."""
 
     @property
     def scaling(self) -> dict[str, float]:
         """LoRA's scaling by adapter."""
-        return self.__dict__["scaling"]
+        return self._scaling
 
     @scaling.setter
     def scaling(self, scaling: dict[str, float]) -> None:
-        before = self.__dict__.get("scaling", {})
+        before = self._scaling
         if changed := [name for name in self.beside_copies if scaling.get(name, 0) != before.get(name, 0)]:
             raise ValueError(
                 f"Adapter {changed[0]!r} has trained copies of biases or weights besides LoRA, which have no scale: "
                 "rescaling LoRA alone would give a model that is neither the base nor the adapter. Combine the "
                 "adapter with a weight instead: model.add_weighted_adapter([...], [...], adapter_name=...)."
             )
-        self.__dict__["scaling"] = scaling
+        self._scaling = scaling
 
     untied: dict[str, nn.Parameter] = {}
     """The base's own parameters that other modules use too, which merging must leave as they are."""
@@ -215,6 +216,7 @@ def make_restoring(layer: nn.Module, adapter_name: str) -> nn.Module:
         return layer
     counterpart: Any = object.__new__(_RESTORING[type(layer)])
     counterpart.__dict__ = layer.__dict__
+    counterpart._scaling = layer.__dict__.pop("scaling")
     counterpart.take_dtype_of_base(adapter_name)
     return counterpart
 
