@@ -28,6 +28,11 @@ from peft_surgical.copies.tensors import TunedTensors
 from peft_surgical.layers import find_stacks
 
 
+logger = logging.getLogger(__name__)
+
+_ON_EMBEDDINGS = ("make_inputs_require_grads", "make_inputs_require_grad")  # the hooks of transformers and PEFT
+
+
 def adapter_parameters(model: nn.Module, adapters: Collection[str]) -> Iterator[tuple[str, nn.Parameter]]:
     """The parameters of some adapters in a model, heads included, by their names in the model."""
     for path, module in model.named_modules():
@@ -143,11 +148,6 @@ def _adapters_buffers(model: nn.Module) -> Iterator[torch.Tensor]:
             yield from module.buffers()
         elif isinstance(module, ModulesToSaveWrapper):
             yield from module.modules_to_save.buffers()
-
-
-logger = logging.getLogger(__name__)
-
-_ON_EMBEDDINGS = ("make_inputs_require_grads", "make_inputs_require_grad")  # the hooks of transformers and PEFT
 
 
 class BackwardStart:
