@@ -1,16 +1,15 @@
-"""From whatever data a user has to batches of a known number of samples."""
+"""Some samples in a batch, and their padding."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 
 from peft_surgical.layers import find_stacks
 
@@ -36,7 +35,9 @@ class Batch:
 
     def select(self, first: int, stop: int) -> Batch:
         """The samples `first` to `stop`."""
-        inputs = {k: v[first:stop] if isinstance(v, Tensor) else v for k, v in self.inputs.items()}
+        if stop - first == len(self):  # a single sample may have many rows, such as the patches of its images
+            return self
+        inputs = {k: v[first:stop] if isinstance(v, Tensor) and v.dim() else v for k, v in self.inputs.items()}
         return Batch(inputs, self.index[first:stop])
 
     def with_copy(self) -> Batch:
@@ -53,64 +54,25 @@ class Batch:
         return Batch(inputs, self.index)
 
 
-def draw_batches(
-    data: Any,
-    model: nn.Module,
-    *,
-    num_samples: int,
-    batch_size: int = 16,
-    data_collator: Callable[[list[Any]], Mapping[str, Any]] | None = None,
-    seed: int = 0,
-    rank: int = 0,
-    world_size: int = 1,
-) -> Iterator[Batch]:
-    """Draw samples and put them in batches of like length.
+def forward_names(model: nn.Module) -> set[str] | None:
+    """The arguments that the model's forward takes; None if it takes any."""
+    parameters = inspect.signature(model.forward).parameters.values()
+    if any(p.kind is p.VAR_KEYWORD for p in parameters) and not hasattr(model, "config"):
+        return None
+    return {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
 
-    Args:
-        data: A `datasets.Dataset`, a sequence of feature dicts, or a `DataLoader`. Where the length is known, samples
-            are drawn at random. Any other loader is read in its own order, no further than needed.
-        model: Its forward decides which columns are kept.
-        num_samples: How many samples, at most.
-        batch_size: Samples to a batch. A loader that is read in its own order keeps its own.
-        data_collator: Makes a batch of features. By default features are padded on the right to the longest.
-        seed: Seed of the draw.
-        rank: The number of this process.
-        world_size: The number of processes. Each gets a part of the draw.
 
-    Yields:
-        The batches, that of the longest samples first.
-
-    Raises:
-        TypeError: The data or its samples are of another kind.
-        ValueError: There are no samples, or a number is not positive.
-    """
-    for name, value in (("num_samples", num_samples), ("batch_size", batch_size)):
-        if not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name}={value!r}; allowed are integers from 1 on.")
-    if isinstance(data, DataLoader) and not _only_walks(data):
-        yield from _read_loader(data, num_samples, rank, world_size)
-        return
-    if isinstance(data, DataLoader):
-        data, data_collator = data.dataset, data.collate_fn
-    if isinstance(data, (str, bytes, Mapping)) or not (hasattr(data, "__getitem__") and hasattr(data, "__len__")):
-        raise TypeError(
-            f"data is a {type(data).__name__}; allowed are a datasets.Dataset, a sequence of feature dicts, or a "
-            "DataLoader. Wrap an iterable in a DataLoader."
-        )
-    if not len(data):
-        raise ValueError("data holds no samples.")
-    generator = torch.Generator().manual_seed(seed)
-    drawn = torch.randperm(len(data), generator=generator)[:num_samples].tolist()
-    names = forward_names(model)
-    keep = None if names is None else names | set(LABELS)
-    features = [(i, _feature(data[place], keep)) for i, place in enumerate(drawn)]
-    features.sort(key=lambda pair: _length(pair[1]), reverse=True)
-    features = features[rank::world_size]
-    collate = data_collator or PadRight(model)
-    for first in range(0, len(features), batch_size):
-        part = features[first : first + batch_size]
-        inputs = dict(collate([dict(f) if isinstance(f, Mapping) else f for _, f in part]))
-        yield _trimmed(Batch(_named(inputs), tuple(i for i, _ in part)))
+def model_inputs(model: nn.Module, batch: Batch, names: set[str] | None) -> dict[str, Any]:
+    """The part of a batch that goes into the model. Labels do not, so that it computes no loss of its own, but where
+    only the model knows how to make the decoder's inputs of them."""
+    inputs = {k: v for k, v in batch.inputs.items() if k not in LABELS and (names is None or k in names)}
+    labels = batch.inputs.get("labels")
+    prepare: Any = getattr(model, "prepare_decoder_input_ids_from_labels", None)
+    given = {"decoder_input_ids", "decoder_inputs_embeds"} & inputs.keys()
+    of_tokens = isinstance(labels, Tensor) and labels.dim() == 2 and not labels.is_floating_point()
+    if of_tokens and names and "decoder_input_ids" in names and not given:
+        inputs |= {"decoder_input_ids": prepare(labels=labels)} if prepare else {"labels": labels}
+    return inputs
 
 
 class PadRight:
@@ -132,7 +94,7 @@ class PadRight:
         self.pad_token = getattr(getattr(model, "config", None), "pad_token_id", None) or 0
 
     def __call__(self, features: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
-        rows = [{k: torch.as_tensor(v) for k, v in f.items() if _is_numeric(v)} for f in features]
+        rows = [{k: torch.as_tensor(v) for k, v in f.items() if is_numeric(v)} for f in features]
         if "input_ids" in rows[0]:
             for row in rows:
                 row.setdefault("attention_mask", torch.ones_like(row["input_ids"]))
@@ -141,9 +103,60 @@ class PadRight:
     def _stack(self, name: str, rows: list[Tensor]) -> Tensor:
         if len({row.shape for row in rows}) == 1:
             return torch.stack(rows)
+        if len({row.shape[:-1] for row in rows}) > 1:
+            raise ValueError(
+                f"{name} has the shapes {sorted({tuple(row.shape) for row in rows})} in different samples, which "
+                "padding cannot make alike. Give data_collator=, the one that you train with."
+            )
         longest = max(row.shape[-1] for row in rows)
         fill = -100 if name in LABELS else self.pad_token if name.endswith("input_ids") else 0
         return torch.stack([torch.nn.functional.pad(row, (0, longest - row.shape[-1]), value=fill) for row in rows])
+
+
+def padded_right(batch: Batch, names: set[str] | None) -> Batch:
+    """The batch with all padding on the right, so that each sample begins where it does alone, and without the columns
+    that are padding in every sample.
+
+    Args:
+        batch: The batch.
+        names: The arguments that the model's forward takes.
+    """
+    mask = batch.inputs.get("attention_mask")
+    if not isinstance(mask, Tensor) or mask.dim() < 2 or mask.is_floating_point() or not mask.any():
+        return batch
+    shown, length = mask.bool(), mask.shape[-1]
+    apart = {"labels"} if names and "decoder_input_ids" in names else set()  # they belong to the decoder's tokens
+    tokens = {
+        k: v
+        for k, v in batch.inputs.items()
+        if isinstance(v, Tensor)
+        and v.shape[: mask.dim()] == mask.shape
+        and (k in _SEQUENCES or not v.is_floating_point())
+        and not (k in apart or k.startswith("decoder_"))
+    }
+    if not _SEQUENCES & tokens.keys():
+        return batch
+    hidden = shown.int().argmax(-1, keepdim=True)  # tokens before the first that is shown
+    if hidden.any():
+        places = (torch.arange(length, device=mask.device) + hidden) % length
+        tokens = {k: _take(v, places) for k, v in tokens.items()}
+        for k in ("start_positions", "end_positions"):
+            if k in batch.inputs:
+                tokens[k] = batch.inputs[k] - hidden.view_as(batch.inputs[k])
+        shown = tokens["attention_mask"].bool()
+    stop = int(shown.flatten(0, -2).any(0).nonzero().max()) + 1
+    axis = mask.dim() - 1
+    tokens = {k: v.narrow(axis, 0, stop) if v.shape[: axis + 1] == mask.shape else v for k, v in tokens.items()}
+    return Batch({**batch.inputs, **tokens}, batch.index)
+
+
+_SEQUENCES = {"input_ids", "inputs_embeds", "input_values", "input_features"}
+"""What an attention mask is for."""
+
+
+def _take(x: Tensor, places: Tensor) -> Tensor:
+    extra = x.shape[places.dim() :]
+    return x.gather(places.dim() - 1, places.view(*places.shape, *(1 for _ in extra)).expand(*places.shape, *extra))
 
 
 def token_lengths(batch: Batch) -> Tensor | None:
@@ -185,107 +198,10 @@ class PaddingLengths:
         return len(find_stacks(self.model)) == 1
 
 
-def forward_names(model: nn.Module) -> set[str] | None:
-    """The arguments that the model's forward takes; None if it takes any."""
-    parameters = inspect.signature(model.forward).parameters.values()
-    if any(p.kind is p.VAR_KEYWORD for p in parameters) and not hasattr(model, "config"):
-        return None
-    return {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-
-
-def model_inputs(model: nn.Module, batch: Batch, names: set[str] | None) -> dict[str, Any]:
-    """The part of a batch that goes into the model. Labels do not, so that it computes no loss of its own."""
-    inputs = {k: v for k, v in batch.inputs.items() if k not in LABELS and (names is None or k in names)}
-    labels = batch.inputs.get("labels")
-    prepare: Any = getattr(model, "prepare_decoder_input_ids_from_labels", None)
-    takes = names is not None and "decoder_input_ids" in names and "decoder_input_ids" not in inputs
-    if prepare and takes and labels is not None:
-        inputs["decoder_input_ids"] = prepare(labels=labels)
-    return inputs
-
-
-def _feature(feature: Any, keep: set[str] | None) -> Any:
-    if keep is None or not isinstance(feature, Mapping):
-        return feature
-    kept = {k: v for k, v in feature.items() if k in keep}
-    if not kept:
-        raise ValueError(
-            f"A sample has the columns {sorted(feature)}, and the model's forward takes none of them: it takes "
-            f"{sorted(keep - set(LABELS))}. Tokenize the data first, or rename the columns."
-        )
-    return kept
-
-
-def _length(feature: Any) -> int:
-    if not isinstance(feature, Mapping):
-        return 0
-    for name in ("attention_mask", "input_ids"):
-        value = feature.get(name)
-        if value is not None and _is_numeric(value):
-            value = torch.as_tensor(value)
-            return int(value.sum()) if name == "attention_mask" else value.shape[-1] if value.dim() else 0
-    return 0
-
-
-def _is_numeric(value: Any) -> bool:
+def is_numeric(value: Any) -> bool:
+    """Whether a tensor can be made of a value."""
     try:
         torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError):
         return False
     return value is not None
-
-
-def _named(inputs: dict[str, Any]) -> dict[str, Any]:
-    for name in ("label", "label_ids"):
-        if name in inputs and "labels" not in inputs:
-            inputs["labels"] = inputs.pop(name)
-    return inputs
-
-
-def _trimmed(batch: Batch) -> Batch:
-    """The batch without the columns that are padding in every sample."""
-    mask = batch.inputs.get("attention_mask")
-    if not isinstance(mask, Tensor) or mask.dim() < 2 or mask.is_floating_point():
-        return batch
-    rows = mask.reshape(-1, mask.shape[-1]).bool()
-    length = int(rows.any(0).nonzero().max()) + 1 if rows.any() else rows.shape[1]
-    alike = {k: v for k, v in batch.inputs.items() if isinstance(v, Tensor) and v.shape == mask.shape}
-    if length == rows.shape[1] or any(k in LABELS and bool((v[..., length:] != -100).any()) for k, v in alike.items()):
-        return batch
-    return Batch({**batch.inputs, **{k: v[..., :length] for k, v in alike.items()}}, batch.index)
-
-
-def _only_walks(loader: DataLoader) -> bool:
-    """Whether a loader only goes through its data, so that samples can be drawn from the data itself."""
-    return (
-        isinstance(loader.dataset, Sized)
-        and hasattr(loader.dataset, "__getitem__")
-        and type(loader) is DataLoader
-        and type(loader.batch_sampler) is BatchSampler
-        and type(loader.sampler) in (SequentialSampler, RandomSampler)
-    )
-
-
-def _read_loader(loader: Iterable[Any], num_samples: int, rank: int, world: int) -> Iterator[Batch]:
-    """Read a loader in its order. One that is not split among processes is split here, batch by batch."""
-    split = type(loader) is not DataLoader or type(getattr(loader, "sampler", None)).__name__ == "DistributedSampler"
-    seen = 0
-    if world > 1 and split:
-        num_samples = num_samples // world + (rank < num_samples % world)
-    for number, inputs in enumerate(loader):
-        if not isinstance(inputs, Mapping):
-            raise TypeError(
-                f"The DataLoader gives a {type(inputs).__name__}; needed is a dict of tensors, so that the columns "
-                "have names. Give it a collate_fn that returns one."
-            )
-        batch = Batch(_named(dict(inputs)), ())
-        size = next((len(v) for v in batch.inputs.values() if isinstance(v, Tensor) and v.dim()), 0)
-        size = min(size, num_samples - seen)
-        offset = rank if split else 0
-        stride = world if split else 1
-        batch = Batch(batch.inputs, tuple(offset + stride * (seen + i) for i in range(size)))
-        if split or number % world == rank:
-            yield _trimmed(batch.select(0, size))
-        seen += size
-        if seen >= num_samples:
-            return

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from peft_surgical.distributed import gather, on_all_ranks
-from peft_surgical.fisher.batches import Batch, PaddingLengths, forward_names, model_inputs
+from peft_surgical.fisher.batches import Batch, PaddingLengths, forward_names, model_inputs, padded_right
 from peft_surgical.fisher.contributions import Generators
 from peft_surgical.fisher.gradients import DenseGradients
-from peft_surgical.fisher.listen import GradientListener, NotFinite, Unusual
+from peft_surgical.fisher.guard import DependsOnBatch, Guard
+from peft_surgical.fisher.listen import GradientListener, NotFinite, Sink, Unusual
 from peft_surgical.fisher.model_state import layer_parameters
 from peft_surgical.fisher.objective import NO_GRADIENT, Objective, Rows, TaskObjective, check_values
 from peft_surgical.fisher.squares import SquareQueue
@@ -50,6 +51,7 @@ class FisherTask:
         diagonal: Whether the norm of the diagonal is wanted, or only its trace.
         contributions: Whether to estimate what each sample contributes to the norm.
         seed: Seed of that estimate.
+        verify: Whether to check one sample on some modules against plain autograd.
     """
 
     model: nn.Module
@@ -58,6 +60,7 @@ class FisherTask:
     diagonal: bool = True
     contributions: bool = True
     seed: int = 0
+    verify: bool = True
 
     @cached_property
     def parameters(self) -> list[dict[str, nn.Parameter]]:
@@ -81,10 +84,14 @@ class Runner:
         """The model's outputs."""
         return self.model(**model_inputs(self.model, batch.to(self.device), self.names))
 
-    def rows(self, batch: Batch) -> Rows:
+    def rows(self, batch: Batch, objective: Objective | None = None) -> Rows:
         """What is to be differentiated, whether it depends on the layers or not."""
         batch = batch.to(self.device)
-        return self.objective(self.forward(batch), batch)
+        return (objective or self.objective)(self.forward(batch), batch)
+
+    def alone(self, batch: Batch, n: int) -> Batch:
+        """Sample number n of a batch by itself, without padding."""
+        return padded_right(batch.select(n, n + 1), self.names)
 
     def checked_rows(self, batch: Batch) -> Rows:
         """The same, where it is finite and depends on the layers.
@@ -178,7 +185,23 @@ class HookEngine(Engine):
         if not isinstance(task.objective, TaskObjective):  # a function of the user's own, which sees no copies
             self.targets.usual = None
         self.padding = PaddingLengths(task.model, self.runner.device)
+        self.guard = Guard(self.runner, self.targets, batches) if task.verify else None
         self._unchecked: tuple[Batch, LayerSums, list[Tensor]] | None = None
+
+    def _go_through(self, sums: LayerSums, progress: Progress) -> None:
+        try:
+            super()._go_through(sums, progress)
+        except DependsOnBatch as reason:
+            if not isinstance(self.task.objective, TaskObjective):
+                raise ValueError(
+                    f"log_likelihood= of a sample depends on the other samples of its batch, or on padding: {reason}. "
+                    "The Fisher needs that of each sample by itself. Change the function, or give batch_size=1."
+                ) from None
+            logger.warning("Samples are taken one at a time, which is slow: %s.", reason)
+            self.batches = [self.runner.alone(batch, n) for batch in self.batches for n in range(len(batch))]
+            self._unchecked = None
+            sums.clear()
+            super()._go_through(sums, progress)
 
     def add(self, batch: Batch, sums: LayerSums) -> None:
         try:
@@ -186,7 +209,7 @@ class HookEngine(Engine):
         except CannotTellSamplesApart as error:
             logger.info("Samples cannot be told apart in %s: they are taken one at a time.", error)
             for n in range(len(batch)):
-                self._add(batch.select(n, n + 1), sums)
+                self._add(self.runner.alone(batch, n), sums)
 
     def _add(self, batch: Batch, sums: LayerSums, checked: bool = False) -> None:
         try:
@@ -205,7 +228,9 @@ class HookEngine(Engine):
         copied = usual and not self._seen and len(batch) > 1
         targets = self.targets.find(batch, sums.by_id, usual)
         size = (len(batch), *self.padding.find(batch))
-        with GradientListener(targets, sums.by_id, *size, checked=checked, usual=usual, copied=copied) as listener:
+        watched = self.guard.watch(batch, targets, sums.by_id) if self.guard and not checked else {}
+        sinks: dict[int, Sink] = {**sums.by_id, **watched}
+        with GradientListener(targets, sinks, *size, checked=checked, usual=usual, copied=copied) as listener:
             values, counts = self.runner.rows(batch.with_copy() if copied else batch)
             listener.check_usual()
             if copied:
@@ -220,6 +245,8 @@ class HookEngine(Engine):
                 listener.check_usual()
                 sums.finish()
             self.got_gradient = self.got_gradient or listener.got_gradient
+        if self.guard and watched:
+            self.guard.check(batch, watched)
         if not checked:
             self.check()  # the batch before this one, so that the device need not wait for Python
             self._unchecked = batch, sums, seen
@@ -249,7 +276,7 @@ class LoopEngine(Engine):
 
     def add(self, batch: Batch, sums: LayerSums) -> None:
         for n in range(len(batch)):
-            self._add(batch.select(n, n + 1), sums)
+            self._add(self.runner.alone(batch, n), sums)
 
     def _add(self, sample: Batch, sums: LayerSums) -> None:
         queue, parameters = SquareQueue(), [p for group in sums.parameters for p in group.values()]

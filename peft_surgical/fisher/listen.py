@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,6 @@ from peft_surgical.fisher.calls import CallLayout, sample_axis, samples_first
 from peft_surgical.fisher.gradients import DenseGradients, ProductGradients, SampleGradients, join
 from peft_surgical.fisher.recompute import LocalCall, local_gradients
 from peft_surgical.fisher.squares import SquareQueue, on_cpu
-from peft_surgical.fisher.sums import DiagonalSum, NormSum
 from peft_surgical.fisher.targets import CannotTellSamplesApart, HookTarget
 
 
@@ -34,6 +33,13 @@ logger = logging.getLogger(__name__)
 _TOGETHER = 2**23
 """Entries of the parameters whose gradients are taken up together on an accelerator: Python is faster in one go. On a
 CPU they are taken up at once, while they are in the cache."""
+
+
+class Sink(Protocol):
+    """Where gradients go."""
+
+    def add(self, gradients: SampleGradients, first: int, queue: SquareQueue) -> None:
+        """Add those of samples from number `first` on."""
 
 
 class Unusual(Exception):
@@ -55,7 +61,7 @@ class GradientListener:
 
     Args:
         targets: The targets.
-        sinks: The sums of each parameter, by the parameter's `id`.
+        sinks: The sum of each parameter, by the parameter's `id`.
         samples: Number of samples in the batch.
         tokens: Tokens of each sample, padding included; 0 if it has none.
         lengths: Tokens of each sample, (N,), if those after them are padding and so have no gradient. Where a module
@@ -68,7 +74,7 @@ class GradientListener:
     def __init__(
         self,
         targets: Sequence[HookTarget],
-        sinks: Mapping[int, DiagonalSum | NormSum],
+        sinks: Mapping[int, Sink],
         samples: int,
         tokens: int = 0,
         lengths: Tensor | None = None,

@@ -59,6 +59,7 @@ def layer_fisher(
     contributions: bool = True,
     seed: int = 0,
     progress: Progress | None = None,
+    verify: bool = True,
 ) -> FisherMeasurement:
     """Measure the diagonal Fisher of layers.
 
@@ -77,17 +78,19 @@ def layer_fisher(
         contributions: Whether to estimate what each sample contributes to the norms.
         seed: Seed of that estimate, and of the global random numbers meanwhile.
         progress: Hears how far it is.
+        verify: Whether to check one sample on a module of each kind against plain autograd.
 
     Returns:
         The measurement.
 
     Raises:
         ValueError: An option is unknown; there are no samples; a value or a gradient is not finite; no layer gets a
-            gradient; a parameter has no data.
+            gradient; a parameter has no data; a gradient is not that of plain autograd; a user's objective depends on
+            other samples.
     """
     if engine not in ENGINES:
         raise ValueError(f"engine={engine!r} is unknown; allowed are {', '.join(map(repr, ENGINES))}.")
-    task = FisherTask(unwrap(model), layers, objective, diagonal, contributions, seed)
+    task = FisherTask(unwrap(model), layers, objective, diagonal, contributions, seed, verify)
     _check_data(task)
     with untouched(task.model, seed):
         groups = choose_groups(task, engine)

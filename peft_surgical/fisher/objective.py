@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -65,6 +65,8 @@ class TaskObjective:
             is an outcome of its own, and the mean is over labels.
         draws: Labels drawn for each sample, for `"sampled"`.
         seed: Seed of the draws. A sample gets the same ones whatever it shares a batch with.
+        ignore_index: The label of slots without one.
+        drawn: Labels to take in place of drawn ones, (D, slots with a label), for a batch of one.
     """
 
     reader: TaskReader
@@ -72,16 +74,20 @@ class TaskObjective:
     unit: str
     draws: int
     seed: int
+    ignore_index: int = IGNORED
+    drawn: Tensor | None = None
 
     def __call__(self, outputs: Any, batch: Batch) -> Rows:
         distribution = self.reader.distribution(outputs, batch)
         labels = self.reader.labels(batch)
+        if labels is not None and self.ignore_index != IGNORED:
+            labels = labels.masked_fill(labels == self.ignore_index, IGNORED)
         if labels is None and (self.labels == "given" or self.reader.many_classes):
             raise ValueError(
                 f"labels={self.labels!r} needs labels in the data, and it has the columns {sorted(batch.inputs)}. Add "
                 "a column 'labels', or use labels='sampled' or 'exact' for a task with one label to a sample."
             )
-        valid = _valid(distribution, labels, batch)
+        valid = self._valid(distribution, labels, batch)
         values = self._values(distribution, labels, valid, batch)  # (K, N, S)
         if self.unit == "token":
             values = values[..., valid.any(0)].permute(2, 0, 1).flatten(0, 1)
@@ -91,6 +97,15 @@ class TaskObjective:
             return Rows(values, torch.ones(len(batch)))
         return Rows(values.sum(-1), torch.ones(len(batch)))
 
+    def _valid(self, distribution: Distribution, labels: Tensor | None, batch: Batch) -> Tensor:
+        """Which slots have a label, (N, S)."""
+        if labels is None:
+            valid = torch.ones(distribution.shape, dtype=torch.bool, device=distribution.device)
+        else:
+            valid = torch.ones_like(labels, dtype=torch.bool) if labels.is_floating_point() else labels != IGNORED
+        shown = self.reader.shown(batch)
+        return valid if shown is None or shown.shape != valid.shape else valid & shown
+
     def _values(self, distribution: Distribution, labels: Tensor | None, valid: Tensor, batch: Batch) -> Tensor:
         if self.labels == "exact":
             self._check_exact(distribution, valid)
@@ -98,9 +113,22 @@ class TaskObjective:
         if self.labels == "given":
             assert labels is not None
             return distribution.log_prob(labels)[None] * valid
-        uniform = uniform_numbers(self.seed, batch.index, self.draws, valid)
-        log_p = [distribution.log_prob(distribution.draw(u)) * valid for u in uniform]
-        return torch.stack(log_p) / math.sqrt(self.draws)
+        if self.drawn is None:
+            uniform = uniform_numbers(self.seed, batch.index, self.draws, valid)
+            drawn = torch.stack([distribution.draw(u) for u in uniform])
+            self._last = batch, valid, drawn
+        else:
+            drawn = torch.zeros(self.draws, *valid.shape, dtype=self.drawn.dtype, device=valid.device)
+            drawn[:, valid] = self.drawn
+        return torch.stack([distribution.log_prob(labels) * valid for labels in drawn]) / math.sqrt(self.draws)
+
+    def with_labels_of(self, sample: int) -> TaskObjective:
+        """The objective of a sample by itself, with the labels that were drawn for it in the last batch."""
+        if self.labels != "sampled":
+            return self
+        batch, valid, drawn = self._last
+        n = batch.index.index(sample)
+        return replace(self, drawn=drawn[:, n, valid[n]])
 
     def _check_exact(self, distribution: Distribution, valid: Tensor) -> None:
         advice = "Use labels='sampled' with draws=..., whose mean over many draws is the same."
@@ -143,6 +171,7 @@ def make_objective(
     draws: int = 1,
     seed: int = 0,
     log_likelihood: Callable[[Any, Mapping[str, Any]], Tensor] | None = None,
+    ignore_index: int = IGNORED,
 ) -> Objective:
     """The objective of a model's task.
 
@@ -153,6 +182,7 @@ def make_objective(
         draws: Labels drawn for each sample, for `"sampled"`.
         seed: Seed of the draws.
         log_likelihood: The user's own `(outputs, batch) -> (N,)`, with labels given.
+        ignore_index: The label of slots without one.
 
     Returns:
         A function of the model's outputs and the batch.
@@ -173,7 +203,7 @@ def make_objective(
                 "meaning. Leave them out."
             )
         return _UserObjective(log_likelihood)
-    return TaskObjective(find_reader(unwrap(model)), labels, unit, draws, seed)
+    return TaskObjective(find_reader(unwrap(model)), labels, unit, draws, seed, ignore_index)
 
 
 @dataclass
@@ -204,14 +234,3 @@ def check_values(values: Tensor, batch: Batch) -> None:
             f"The log-likelihood of sample {sample} of the draw is not finite. Look at its inputs and labels, or "
             "measure in float32."
         )
-
-
-def _valid(distribution: Distribution, labels: Tensor | None, batch: Batch) -> Tensor:
-    """Which slots have a label, (N, S)."""
-    shape = distribution.shape
-    if labels is not None:
-        return torch.ones_like(labels, dtype=torch.bool) if labels.is_floating_point() else labels != IGNORED
-    mask = batch.inputs.get("attention_mask")
-    if isinstance(mask, Tensor) and mask.shape == shape:
-        return mask.bool()
-    return torch.ones(shape, dtype=torch.bool, device=distribution.device)

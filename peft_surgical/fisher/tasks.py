@@ -137,11 +137,14 @@ class TaskReader(NamedTuple):
         distribution: Reads a model's outputs.
         labels: Reads the labels of a batch, (N, S), or None where there are none.
         many_classes: Whether the classes are a vocabulary.
+        shown: Which slots the attention mask does not hide, (N, S), or None where it says nothing. A label at a hidden
+            one does not count.
     """
 
     distribution: Callable[[Any, Batch], Distribution]
     labels: Callable[[Batch], Tensor | None]
     many_classes: bool = False
+    shown: Callable[[Batch], Tensor | None] = lambda batch: None
 
 
 def find_reader(model: nn.Module) -> TaskReader:
@@ -161,11 +164,13 @@ def find_reader(model: nn.Module) -> TaskReader:
     config = getattr(model, "config", None)
     seq2seq = bool(getattr(config, "is_encoder_decoder", False))
     if name.endswith(("ForCausalLM", "LMHeadModel")) or (name.endswith("ForConditionalGeneration") and not seq2seq):
-        return TaskReader(_read_causal, _causal_slots, many_classes=True)
-    if name.endswith("ForConditionalGeneration") or name.endswith("ForMaskedLM"):
-        return TaskReader(_read_tokens, _labels, many_classes=True)
+        return TaskReader(_read_causal, _causal_slots, many_classes=True, shown=_shown_pairs)
+    if name.endswith(("ForConditionalGeneration", "EncoderDecoderModel")):
+        return TaskReader(_read_tokens, _labels, many_classes=True, shown=_shown_to_decoder)
+    if name.endswith("ForMaskedLM"):
+        return TaskReader(_read_tokens, _labels, many_classes=True, shown=_shown)
     if name.endswith("ForTokenClassification"):
-        return TaskReader(_read_tokens, _labels)
+        return TaskReader(_read_tokens, _labels, shown=_shown)
     if name.endswith(("ForQuestionAnswering", "ForQuestionAnsweringSimple")):
         return TaskReader(_read_span, _span_slots)
     if name.endswith("ForMultipleChoice"):
@@ -250,6 +255,21 @@ def _read_causal(outputs: Any, batch: Batch) -> Distribution:
 def _causal_slots(batch: Batch) -> Tensor | None:
     labels = _labels(batch)
     return None if labels is None else labels[:, 1:]
+
+
+def _shown(batch: Batch, name: str = "attention_mask") -> Tensor | None:
+    mask = batch.inputs.get(name)
+    return mask.bool() if isinstance(mask, Tensor) and mask.dim() == 2 else None
+
+
+def _shown_to_decoder(batch: Batch) -> Tensor | None:
+    return _shown(batch, "decoder_attention_mask")
+
+
+def _shown_pairs(batch: Batch) -> Tensor | None:
+    """A token is predicted from the one before it: what the mask hides is no context, and the first has none."""
+    mask = _shown(batch)
+    return None if mask is None else mask[:, 1:] & mask[:, :-1]
 
 
 def _read_span(outputs: Any, batch: Batch) -> Distribution:

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from peft_surgical.distributed import check_not_prepared, check_same_weights, gather, rank, world_size
-from peft_surgical.fisher.batches import Batch, draw_batches
+from peft_surgical.fisher.batches import Batch
+from peft_surgical.fisher.draw import draw_batches
 from peft_surgical.fisher.engine import Progress
 from peft_surgical.fisher.model_state import same_random_numbers
 from peft_surgical.fisher.objective import make_objective
@@ -42,6 +43,8 @@ def rank_layers(
     log_likelihood: Callable[[Any, Mapping[str, Any]], Tensor] | None = None,
     head_inits: int = 0,
     engine: str = "auto",
+    ignore_index: int = -100,
+    verify: bool = True,
     head_seeds: int | None = None,
 ) -> LayerRanking:
     """Rank the layers of a model by how much they matter for a task (Lodha et al. 2023, section 3.1).
@@ -73,6 +76,10 @@ def rank_layers(
         engine: How the Fisher is computed: as many layers at a time as fit in memory (`"auto"`), all layers in one
             pass over the samples (`"hooks"`), a pass for each layer (`"layer_major"`), or plain autograd for each
             sample (`"loop"`). The scores are the same.
+        ignore_index: The label of tokens without one. What `attention_mask` hides never counts as a label nor as
+            context; for data without a mask whose labels hold the padding token, give that token.
+        verify: Whether to check one sample, on one module of each kind, against plain autograd on the sample alone.
+            What it finds is an error, or a slower way if a sample depends on the others of its batch.
         head_seeds: The former name of `head_inits`.
 
     Returns:
@@ -106,8 +113,9 @@ def rank_layers(
         if data is None:
             raise ValueError(f"score={score!r} needs data: rank_layers(model, data, ...).")
         objective = make_objective(
-            base, labels=labels, unit=unit, draws=draws, seed=seed, log_likelihood=log_likelihood
-        )
+            base, labels=labels, unit=unit, draws=draws, seed=seed, log_likelihood=log_likelihood,
+            ignore_index=ignore_index,
+        )  # fmt: skip
         drawn = draw_batches(
             data,
             base,
@@ -122,7 +130,7 @@ def rank_layers(
             batches = list(drawn)
         record |= {"labels": labels if log_likelihood is None else "log_likelihood", "aggregation": aggregation}
         record |= {"unit": unit, "draws": draws, "head_seeds": head_inits}
-    request = ScoreRequest(base, layers.layers, batches, objective, aggregation, seed, engine)
+    request = ScoreRequest(base, layers.layers, batches, objective, aggregation, seed, engine, verify=verify)
     results = list(_score(request, chosen, head_inits, progress))
     ranking = _make_ranking(layers, results, record, seed)
     return gather(ranking)[0]  # the same on all processes, to the last bit

@@ -32,6 +32,7 @@ class ScoreRequest:
         seed: For whatever is random.
         engine: How the Fisher is computed.
         progress: To be told how far it is.
+        verify: Whether to check one sample of the Fisher against plain autograd.
     """
 
     model: nn.Module
@@ -42,6 +43,7 @@ class ScoreRequest:
     seed: int = 0
     engine: str = "auto"
     progress: Progress = field(default_factory=Progress)
+    verify: bool = True
 
 
 @dataclass(frozen=True)
@@ -142,7 +144,7 @@ def fisher(request: ScoreRequest) -> LayerScores:
     assert r.objective is not None
     measurement = layer_fisher(
         r.model, r.layers, r.batches, r.objective, diagonal=r.aggregation.startswith("frobenius"),
-        engine=r.engine, seed=r.seed, progress=r.progress,
+        engine=r.engine, seed=r.seed, progress=r.progress, verify=r.verify,
     )  # fmt: skip
     return aggregate(measurement, r.aggregation)
 

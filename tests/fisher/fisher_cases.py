@@ -39,12 +39,20 @@ class Case:
         return self.squares_of[terms]
 
     def singles(self) -> list[dict[str, Tensor]]:
-        """The samples as batches of one, with what the decoder of a seq2seq model reads."""
+        """The samples as batches of one without padding, with what the decoder of a seq2seq model reads."""
         inputs = dict(self.batch.inputs)
         prepare = getattr(self.model, "prepare_decoder_input_ids_from_labels", None)
         if prepare and inputs["labels"].dim() == 2:
             inputs["decoder_input_ids"] = prepare(labels=inputs["labels"])
-        return [{k: v[n : n + 1] for k, v in inputs.items()} for n in range(len(self.batch))]
+        return [self._alone({k: v[n : n + 1] for k, v in inputs.items()}) for n in range(len(self.batch))]
+
+    def _alone(self, sample: dict[str, Tensor]) -> dict[str, Tensor]:
+        mask = sample.get("attention_mask")
+        if mask is None or mask.dim() != 2:
+            return sample
+        decoder = ("labels", "decoder_input_ids") if getattr(self.model.config, "is_encoder_decoder", False) else ()
+        of_tokens = {k for k, v in sample.items() if v.shape == mask.shape and k not in decoder}
+        return {k: v[mask.bool()][None] if k in of_tokens else v for k, v in sample.items()}
 
 
 def case(

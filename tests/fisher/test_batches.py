@@ -9,7 +9,8 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
 from transformers import default_data_collator
 
-from peft_surgical.fisher.batches import Batch, PadRight, draw_batches, token_lengths
+from peft_surgical.fisher.batches import Batch, PadRight, padded_right, token_lengths
+from peft_surgical.fisher.draw import draw_batches
 
 
 MODEL = tiny_models.build("bert")
@@ -94,10 +95,48 @@ def test_columns_of_nothing_but_padding_are_cut_off():
     ]
     (batch,) = draw(rows)
     assert all(v.shape == (2, 3) for v in batch.inputs.values())
-    rows[1]["labels"][4] = 1  # an answer there would be lost
-    assert draw(rows)[0].inputs["input_ids"].shape == (2, 5)
-    left = [{"input_ids": [0, 0, 5], "attention_mask": [0, 0, 1], "label": 0}]
-    assert draw(left)[0].inputs["input_ids"].shape == (1, 3)
+    rows[1]["labels"][4] = 1  # what the mask hides is no answer
+    assert draw(rows)[0].inputs["input_ids"].shape == (2, 3)
+
+
+def test_padding_on_the_left_is_moved_to_the_right_with_all_that_belongs_to_tokens():
+    batch = Batch(
+        {
+            "input_ids": torch.tensor([[0, 0, 5, 6], [7, 8, 9, 3]]),
+            "attention_mask": torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]]),
+            "bbox": torch.tensor([[0, 0, 5, 6], [7, 8, 9, 3]])[..., None].expand(2, 4, 4),
+            "inputs_embeds": torch.tensor([[0.0, 0, 5, 6], [7, 8, 9, 3]])[..., None],
+            "start_positions": torch.tensor([2, 0]),
+            "end_positions": torch.tensor([3, 1]),
+            "labels": torch.tensor([[0.0, 0, 1, 1], [1, 1, 0, 0]]),  # of four classes, not of tokens
+        },
+        (0, 1),
+    )
+    moved = padded_right(batch, None).inputs
+    for name in ("input_ids", "bbox", "inputs_embeds"):
+        assert moved[name].view(2, 4, -1)[..., 0].tolist() == [[5, 6, 0, 0], [7, 8, 9, 3]]
+    assert moved["attention_mask"].tolist() == [[1, 1, 0, 0], [1, 1, 1, 1]]
+    assert (moved["start_positions"].tolist(), moved["end_positions"].tolist()) == ([0, 0], [1, 1])
+    assert moved["labels"] is batch.inputs["labels"]
+    cut = padded_right(batch.select(0, 1), None).inputs
+    assert {k: v.shape[1] for k, v in cut.items() if v.dim() > 1} == {
+        "input_ids": 2, "attention_mask": 2, "bbox": 2, "inputs_embeds": 2, "labels": 4,
+    }  # fmt: skip
+
+
+def test_labels_of_a_decoder_stay_where_they_are():
+    inputs = {
+        "input_ids": torch.tensor([[0, 5], [7, 8]]),
+        "attention_mask": torch.tensor([[0, 1], [1, 1]]),
+        "labels": torch.tensor([[1, 2], [3, 4]]),
+        "decoder_input_ids": torch.tensor([[1, 2], [3, 4]]),
+    }
+    names = {"input_ids", "attention_mask", "decoder_input_ids", "labels"}
+    moved = padded_right(Batch(inputs, (0, 1)), names).inputs
+    assert moved["input_ids"].tolist() == [[5, 0], [7, 8]]
+    assert moved["labels"] is inputs["labels"]
+    assert moved["decoder_input_ids"] is inputs["decoder_input_ids"]
+    assert padded_right(Batch(inputs, (0, 1)), names - {"decoder_input_ids"}).inputs["labels"].tolist()[0] == [2, 1]
 
 
 def test_lengths_are_known_where_padding_is_on_the_right():
@@ -132,7 +171,7 @@ class _Counting(IterableDataset):
         (iter(ROWS), {}, TypeError, "Wrap an iterable in a DataLoader"),
         (ROWS, {"num_samples": 0}, ValueError, "num_samples=0; allowed are integers from 1 on"),
         (ROWS, {"batch_size": -1}, ValueError, "batch_size=-1"),
-        (DataLoader(_Counting(), collate_fn=lambda rows: rows), {}, TypeError, "gives a list; needed is a dict"),
+        (DataLoader(_Counting(), collate_fn=lambda rows: rows), {}, TypeError, "A batch is a list; needed is a dict"),
     ],
 )
 def test_data_that_cannot_be_used_are_refused(data, options, error, message):

@@ -100,10 +100,10 @@ def test_texts_have_the_likelihood_of_all_their_tokens(family):
     if family != "gpt2":
         inputs["labels"][1, 3:] = -100
     batch = Batch(inputs, tuple(range(4)))
-    from peft_surgical.fisher.batches import model_inputs
+    from peft_surgical.fisher.batches import forward_names, model_inputs
     from peft_surgical.fisher.engine import Runner
 
-    assert "labels" not in model_inputs(model, batch, {"input_ids", "labels", "decoder_input_ids"})
+    assert "labels" not in model_inputs(model, batch, forward_names(model))
     task = type("Task", (), {"model": model, "objective": make_objective(model)})
     values, _ = task.objective(Runner(task).forward(batch), batch)
     for n in range(4):

@@ -1,0 +1,185 @@
+"""A check of each measurement: what one sample adds to the diagonal, measured with hooks in its batch, against plain
+autograd on the sample alone.
+
+It looks at one module of each kind, and sees what no rule can know: that a rule does not fit a class, that a module
+writes to what a hook has kept, that a sample's value depends on its padding or on the other samples of its batch.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from peft_surgical.fisher.batches import Batch
+from peft_surgical.fisher.gradients import SampleGradients
+from peft_surgical.fisher.listen import GradientListener
+from peft_surgical.fisher.objective import Rows, TaskObjective
+from peft_surgical.fisher.squares import widen
+from peft_surgical.fisher.targets import HookTarget, Targets
+
+
+logger = logging.getLogger(__name__)
+
+TOLERANCE = {torch.bfloat16: 0.5, torch.float16: 0.5}
+"""How far a gradient may be off, as a part of its norm; in other types 1 %."""
+
+
+Squares = Mapping[int, Tensor]
+"""What a sample adds to the diagonal, by the `id` of the parameter."""
+
+
+class SampleSquares:
+    """Takes the place of a parameter's sum, passes everything on, and keeps what one sample adds.
+
+    Args:
+        sample: The number of the sample in its batch.
+        into: The sum.
+    """
+
+    def __init__(self, sample: int, into: Any = None):
+        self.sample, self.into = sample, into
+        self.squares = torch.zeros(())
+
+    def add(self, gradients: SampleGradients, first: int, queue: Any) -> None:
+        """Add the squared gradients of samples from number `first` on."""
+        n = self.sample - first
+        if 0 <= n < gradients.samples:
+            squares = widen(gradients.dense(n, n + 1)[0]).detach().square()
+            self.squares = self.squares.to(squares.device) + squares
+        if self.into is not None:
+            self.into.add(gradients, first, queue)
+
+
+class DependsOnBatch(Exception):
+    """What a sample adds to the diagonal depends on its padding or on the other samples of its batch."""
+
+
+class Guard:
+    """Checks one sample, that with the most padding, on the smallest module of each kind.
+
+    Args:
+        runner: Runs the model.
+        targets: Finds the modules to listen to.
+        batches: The samples.
+    """
+
+    def __init__(self, runner: Any, targets: Targets, batches: Sequence[Batch]):
+        self.runner, self.targets = runner, targets
+        samples = [(_padding(b, n), len(b) > 1, number) for b in batches for n, number in enumerate(b.index)]
+        self.sample = max(samples)[-1] if samples else None
+        self._checked: set[Hashable] = set()
+
+    def watch(self, batch: Batch, targets: Sequence[HookTarget], sums: Mapping[int, Any]) -> dict[int, SampleSquares]:
+        """What is to take the place of some sums while the batch runs; nothing if the sample is not in the batch."""
+        if self.sample not in batch.index:
+            return {}
+        kinds: dict[Hashable, HookTarget] = {}
+        for target in targets:
+            known = all(p.is_floating_point() and not p.is_meta for p in target.parameters.values())
+            kind = _kind(target)
+            if known and kind not in self._checked and (kind not in kinds or target.size <= kinds[kind].size):
+                kinds[kind] = target
+        self._watched = list(kinds.values())
+        number = batch.index.index(self.sample)
+        return {id(p): SampleSquares(number, sums[id(p)]) for t in self._watched for p in t.parameters.values()}
+
+    def check(self, batch: Batch, watches: Mapping[int, SampleSquares]) -> None:
+        """Compare what was found while the batch ran.
+
+        Raises:
+            DependsOnBatch: See there.
+            ValueError: The gradient at a module is not that of plain autograd.
+        """
+        assert self.sample is not None
+        alone, objective = self.runner.alone(batch, batch.index.index(self.sample)), self.runner.objective
+        if isinstance(objective, TaskObjective):
+            objective = objective.with_labels_of(self.sample)
+        parameters = list({id(p): p for target in self._watched for p in target.parameters.values()}.values())
+
+        def rows() -> Rows:
+            return self.runner.rows(alone, objective)
+
+        expected = autograd_squares(rows, parameters)
+        wrong = self._find_wrong({key: watch.squares for key, watch in watches.items()}, expected)
+        if wrong is not None and self._find_wrong(autograd_squares(rows, parameters), expected):
+            logger.warning("The model's outputs are random in evaluation mode too, so that its Fisher is as well.")
+        elif wrong is not None:
+            wrong_alone = self._find_wrong(self._listen(alone, rows, parameters), expected)
+            if wrong_alone is None:
+                raise DependsOnBatch(
+                    f"by itself the gradient of sample {self.sample} of the draw is another, in {wrong}"
+                )
+            raise ValueError(
+                f"The gradient of sample {self.sample} of the draw is not that of plain autograd, in {wrong_alone}. "
+                "Use engine='loop', and please report this model; verify=False leaves out this check."
+            )
+        self._checked |= {_kind(target) for target in self._watched}
+
+    def _listen(self, alone: Batch, rows: Callable[[], Rows], parameters: Sequence[nn.Parameter]) -> Squares:
+        watches = {id(p): SampleSquares(0) for p in parameters}
+        with GradientListener(self.targets.find(alone, watches, usual=False), watches, 1) as listener:
+            values = rows().values
+            for k, row in enumerate(values if values.requires_grad else ()):
+                torch.autograd.backward(row.sum(), retain_graph=k + 1 < len(values))
+                listener.take_gradients()
+                listener.finish()
+        return {key: watch.squares for key, watch in watches.items()}
+
+    def _find_wrong(self, found: Squares, expected: Squares) -> str | None:
+        """The module whose gradients are off the most, and by which part of their norm; None if all are right.
+
+        A gradient may be zero but for rounding (a key's bias moves no softmax), hence the norm of the whole module's.
+        """
+        worst, name = 0.0, None
+        largest = max(float(e.sum()) for e in expected.values()) ** 0.5
+        for target in self._watched:
+            keys = [id(p) for p in target.parameters.values()]
+            dtype = next(iter(target.parameters.values())).dtype
+            norm = sum(float(expected[key].sum()) for key in keys) ** 0.5 + 1e-5 * largest
+            for key in keys:
+                off = float((found[key].sqrt() - expected[key].sqrt()).norm()) / norm if norm else 0.0
+                if off > max(worst, TOLERANCE.get(dtype, 0.01)):
+                    worst, name = off, f"{target.name} ({type(target.module).__name__}; {off:.0%} of its norm)"
+        return name
+
+
+def _kind(target: HookTarget) -> Hashable:
+    layouts = tuple((tuple(layout.inputs), tuple(layout.outputs)) for layout in target.layouts)
+    dims = tuple((name, p.dim()) for name, p in target.parameters.items())
+    options = tuple((k, v) for k, v in vars(target.module).items() if isinstance(v, (str, bool)) and k != "training")
+    return type(target.module), target.rule, layouts, dims, options
+
+
+def _padding(batch: Batch, n: int) -> int:
+    mask = batch.inputs.get("attention_mask")
+    return int((mask[n] == 0).sum()) if isinstance(mask, Tensor) and mask.dim() == 2 else 0
+
+
+def autograd_squares(rows: Callable[[], Rows], parameters: Sequence[nn.Parameter]) -> Squares:
+    """What a sample adds to the diagonal, by plain autograd.
+
+    Args:
+        rows: What is differentiated, of a batch of one sample.
+        parameters: The parameters.
+
+    Returns:
+        The squared gradients, summed over rows, by the `id` of the parameter.
+    """
+    total = {id(p): torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for p in parameters}
+    try:
+        for p in parameters:
+            p.requires_grad_()
+        values = rows().values
+        for k, row in enumerate(values if values.requires_grad else ()):
+            grads = torch.autograd.grad(row.sum(), parameters, retain_graph=k + 1 < len(values), allow_unused=True)
+            for p, g in zip(parameters, grads, strict=True):
+                if g is not None:
+                    total[id(p)] += g.to(total[id(p)].dtype).square()
+    finally:
+        for p in parameters:
+            p.requires_grad_(False)
+    return total
