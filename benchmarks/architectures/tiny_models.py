@@ -14,9 +14,9 @@ hangs ends nothing else.
 from __future__ import annotations
 
 import argparse
+import importlib
 import inspect
 import json
-import math
 import multiprocessing
 import os
 import re
@@ -486,6 +486,8 @@ def over(
     Yields:
         The entry and what was returned; `{"crash": why}` where the process raised, died or took too long.
     """
+    for family in ("bert", "llama", "mixtral", "vit", "wav2vec2"):  # what all share is imported once, before the forks
+        importlib.import_module(f"transformers.models.{family}.modeling_{family}")
     with ThreadPoolExecutor(processes) as pool:
         yield from zip(entries, pool.map(lambda entry: _one(function, entry, seconds), entries), strict=True)
 
