@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from peft_surgical.distributed import gather, on_all_ranks
-from peft_surgical.fisher.batches import Batch, PaddingLengths, forward_names, model_inputs, padded_right
+from peft_surgical.fisher.batches import LABELS, Batch, PaddingLengths, forward_names, model_inputs, padded_right
 from peft_surgical.fisher.contributions import Generators
 from peft_surgical.fisher.gradients import DenseGradients
 from peft_surgical.fisher.guard import DependsOnBatch, Guard
@@ -80,9 +80,11 @@ class Runner:
         self.names = forward_names(task.model)
         self.device = next((p.device for p in task.model.parameters() if not p.is_meta), torch.device("cpu"))
 
-    def forward(self, batch: Batch) -> Any:
-        """The model's outputs."""
-        return self.model(**model_inputs(self.model, batch.to(self.device), self.names))
+    def forward(self, batch: Batch, labels: bool = False) -> Any:
+        """The model's outputs, with its own loss if labels are given to it."""
+        batch = batch.to(self.device)
+        own = {k: v for k, v in batch.inputs.items() if labels and k in LABELS and k in (self.names or ())}
+        return self.model(**model_inputs(self.model, batch, self.names) | own)
 
     def rows(self, batch: Batch, objective: Objective | None = None) -> Rows:
         """What is to be differentiated, whether it depends on the layers or not."""

@@ -1,5 +1,5 @@
-"""A check of each measurement: what one sample adds to the diagonal, measured with hooks in its batch, against plain
-autograd on the sample alone.
+"""Checks of each measurement: the log-likelihood against the model's own loss, and what one sample adds to the
+diagonal, measured with hooks in its batch, against plain autograd on the sample alone.
 
 It looks at one module of each kind, and sees what no rule can know: that a rule does not fit a class, that a module
 writes to what a hook has kept, that a sample's value depends on its padding or on the other samples of its batch.
@@ -8,7 +8,9 @@ writes to what a hook has kept, that a sample's value depends on its padding or 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ from peft_surgical.fisher.listen import GradientListener
 from peft_surgical.fisher.objective import Rows, TaskObjective
 from peft_surgical.fisher.squares import widen
 from peft_surgical.fisher.targets import HookTarget, Targets
+from peft_surgical.fisher.tasks import NEXT_TOKENS, TOKENS
 
 
 logger = logging.getLogger(__name__)
@@ -134,17 +137,17 @@ class Guard:
 
         A gradient may be zero but for rounding (a key's bias moves no softmax), hence the norm of the whole module's.
         """
-        worst, name = 0.0, None
+        worst, name, allowed = 0.0, None, 0.0
         largest = max(float(e.sum()) for e in expected.values()) ** 0.5
         for target in self._watched:
             keys = [id(p) for p in target.parameters.values()]
-            dtype = next(iter(target.parameters.values())).dtype
             norm = sum(float(expected[key].sum()) for key in keys) ** 0.5 + 1e-5 * largest
-            for key in keys:
-                off = float((found[key].sqrt() - expected[key].sqrt()).norm()) / norm if norm else 0.0
-                if off > max(worst, TOLERANCE.get(dtype, 0.01)):
-                    worst, name = off, f"{target.name} ({type(target.module).__name__}; {off:.0%} of its norm)"
-        return name
+            off = max(float((found[key].sqrt() - expected[key].sqrt()).norm()) for key in keys) / (norm or 1)
+            if off >= worst:
+                worst, allowed = off, TOLERANCE.get(next(iter(target.parameters.values())).dtype, 0.01)
+                name = f"{target.name} ({type(target.module).__name__}; {off:.1%} of its norm)"
+        logger.debug("What is off the most by plain autograd: %s.", name)
+        return name if worst > allowed else None
 
 
 def _kind(target: HookTarget) -> Hashable:
@@ -183,3 +186,54 @@ def autograd_squares(rows: Callable[[], Rows], parameters: Sequence[nn.Parameter
         for p in parameters:
             p.requires_grad_(False)
     return total
+
+
+def agree_with_loss(runner: Any, batches: Sequence[Batch]) -> TaskObjective:
+    """The objective, read as the model's own loss reads labels.
+
+    Most decoders predict the next token from each, but in some (BART's, XLM) labels stand at their own logits, and the
+    class's name does not tell which. So one sample shows it, whose loss the model computes too.
+
+    Args:
+        runner: Runs the model; its objective is that of a task.
+        batches: The samples.
+
+    Returns:
+        The objective as it was, or one that reads labels in another place.
+
+    Raises:
+        ValueError: The loss is another one than the log-likelihood of the labels.
+    """
+    objective: TaskObjective = runner.objective
+    sample = min((runner.alone(b, n) for b in batches[-1:] for n in range(len(b))), key=_size, default=None)
+    if sample is None:
+        return objective
+    sample = sample.to(runner.device)
+    with torch.no_grad():
+        try:
+            outputs = runner.forward(sample, labels=True)
+            loss = float(outputs.loss)
+        except Exception as error:  # noqa: BLE001  there is no loss, for whatever reason
+            logger.debug("The model's own loss cannot be compared: %s", error)
+            return objective
+        others = [
+            replace(objective, reader=r) for r in (NEXT_TOKENS, TOKENS) if objective.reader in (NEXT_TOKENS, TOKENS)
+        ]
+        ours = [(o, o.mean_loss(outputs, sample)) for o in (objective, *others)]
+    if not math.isfinite(ours[0][1]) or getattr(outputs, "aux_loss", None) is not None:
+        return objective
+    off = {id(o): abs(found - loss) / max(abs(loss), 1e-6) for o, found in ours}
+    best = min((o for o, _ in ours), key=lambda o: off[id(o)])
+    if off[id(best)] > 0.02:
+        raise ValueError(
+            f"{type(runner.model).__name__} computes a loss of {loss:.4f} for a sample whose labels have a negative "
+            f"log-likelihood of {ours[0][1]:.4f} on average: its loss is another one. Give log_likelihood=, a function (outputs, "
+            "batch) -> (N,), for what you train with. verify=False ranks by the likelihood nevertheless."
+        )
+    if best.reader is not objective.reader:
+        logger.info("Where the labels stand was told from the loss of %s.", type(runner.model).__name__)
+    return best
+
+
+def _size(batch: Batch) -> int:
+    return sum(v.numel() for v in batch.inputs.values() if isinstance(v, Tensor))

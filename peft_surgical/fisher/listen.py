@@ -170,6 +170,7 @@ class GradientListener:
 
     def _record(self, target: HookTarget, layout: CallLayout | None, args: tuple, kwargs: dict, output: Any) -> Any:
         inputs, spec = tree_flatten((args, kwargs))
+        versions = [x._version if isinstance(x, Tensor) else 0 for x in inputs]
         inputs = [x.detach() if isinstance(x, Tensor) else x for x in inputs]
         leaves, out_spec = tree_flatten(output)
         floats = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.is_floating_point()]
@@ -180,21 +181,21 @@ class GradientListener:
             out_axes = list(layout.outputs)
             for x, axis in zip(inputs, axes, strict=True):
                 self._check_size(target, x, axis)
-        call = LocalCall(inputs, axes, spec, out_axes)
+        call = LocalCall(inputs, axes, spec, out_axes, versions)
         self._local.setdefault(id(target), (target, []))[1].append(call)
         for k, i in enumerate(floats):
             if layout is not None and out_axes[k] is None:
                 out_axes[k] = 0  # shared by the samples; expanded, so that each sends back a gradient of its own
                 leaves[i] = leaves[i].expand(self.samples, *leaves[i].shape[1:])
-            # one output may be computed from another (a router's scores from its logits): a view of each gets only the
-            # gradient that comes from outside
-            leaves[i] = self._with_gradient(leaves[i].view_as(leaves[i]))
+            # one output may be computed from another (a router's scores from its logits): a copy of each gets only the
+            # gradient that comes from outside; and if it is written to in place, what was hooked stays
+            leaves[i] = self._with_gradient(leaves[i], copy=True)
             leaves[i].register_hook(partial(self._on_local_gradient, target, call, k))
         return tree_unflatten(leaves, out_spec)
 
-    def _with_gradient(self, output: Tensor) -> Tensor:
+    def _with_gradient(self, output: Tensor, copy: bool = False) -> Tensor:
         if output.requires_grad:
-            return output
+            return output.clone() if copy else output
         anchor = output.detach().requires_grad_()
         self.anchors.append(anchor)
         return anchor.clone()  # which may be written to, unlike a leaf
@@ -236,11 +237,7 @@ class GradientListener:
 
     def _apply_rule(self, use: _Use, g: Tensor) -> None:
         target, layout, x = use.target, use.layout, use.x
-        if x._version != use.version:
-            raise RuntimeError(
-                f"The input of {target.name} was written to in place after it was used, so that the gradient of its "
-                "weight cannot be found. Use engine='loop'."
-            )
+        self._check_version(target, x, use.version)
         if self.copied:
             x, g = x[:-1], g[:-1]
         x = samples_first(x, layout.inputs[0] if layout else None, self.samples)
@@ -271,6 +268,9 @@ class GradientListener:
         calls = [call for call in calls if call.gradients]
         if not calls:
             return
+        for call in calls:
+            for x, version in zip(call.inputs, call.versions, strict=True):
+                self._check_version(target, x, version)
         with torch.no_grad():
             parts: dict[str, list[Tensor]] = {name: [] for name in target.parameters}
             for first, gradients in local_gradients(target.module, target.parameters, calls, self.samples):
@@ -285,6 +285,13 @@ class GradientListener:
                     waiting.append(DenseGradients(torch.cat(tensors)))
         for call in calls:
             call.gradients.clear()
+
+    def _check_version(self, target: HookTarget, x: Any, version: int) -> None:
+        if isinstance(x, Tensor) and x._version != version:
+            raise RuntimeError(
+                f"The input of {target.name} was written to in place after it was used, so that the gradient of its "
+                "weight cannot be found. Use engine='loop'."
+            )
 
     def _check_finite(self, target: HookTarget, g: Tensor) -> None:
         bad = ~torch.isfinite(g.flatten(1)).all(1)

@@ -79,9 +79,7 @@ class TaskObjective:
 
     def __call__(self, outputs: Any, batch: Batch) -> Rows:
         distribution = self.reader.distribution(outputs, batch)
-        labels = self.reader.labels(batch)
-        if labels is not None and self.ignore_index != IGNORED:
-            labels = labels.masked_fill(labels == self.ignore_index, IGNORED)
+        labels = self._labels(batch)
         if labels is None and (self.labels == "given" or self.reader.many_classes):
             raise ValueError(
                 f"labels={self.labels!r} needs labels in the data, and it has the columns {sorted(batch.inputs)}. Add "
@@ -96,6 +94,19 @@ class TaskObjective:
             values = values[..., valid.any(0)].permute(2, 0, 1).flatten(0, 1)
             return Rows(values, torch.ones(len(batch)))
         return Rows(values.sum(-1), torch.ones(len(batch)))
+
+    def mean_loss(self, outputs: Any, batch: Batch) -> float:
+        """What the model's own loss should be for the batch's labels; NaN if there are none."""
+        labels, distribution = self._labels(batch), self.reader.distribution(outputs, batch)
+        if labels is None:
+            return math.nan
+        return distribution.mean_loss(labels, self._valid(distribution, labels, batch))
+
+    def _labels(self, batch: Batch) -> Tensor | None:
+        labels = self.reader.labels(batch)
+        if labels is not None and self.ignore_index != IGNORED:
+            labels = labels.masked_fill(labels == self.ignore_index, IGNORED)
+        return labels
 
     def _valid(self, distribution: Distribution, labels: Tensor | None, batch: Batch) -> Tensor:
         """Which slots have a label, (N, S)."""

@@ -35,6 +35,7 @@ class LocalCall:
         input_axes: For each, the dimension that runs over the samples, or None if it belongs to all of them.
         spec: How to put the arguments together again.
         output_axes: The dimension that runs over the samples, for each floating-point tensor that was returned.
+        versions: How often each argument had been written to.
         gradients: The gradients at those tensors, as far as there are any.
     """
 
@@ -42,6 +43,7 @@ class LocalCall:
     input_axes: list[int | None]
     spec: TreeSpec
     output_axes: list[int | None]
+    versions: list[int] = field(default_factory=list)
     gradients: dict[int, Tensor] = field(default_factory=dict)
 
 

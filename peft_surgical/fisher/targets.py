@@ -275,11 +275,12 @@ def _agrees_with_autograd(module: nn.Module, rule: Rule, call: Call, layout: Cal
     layout = layout or CallLayout([None] * len(arguments), [None])
     g = torch.randn(out.shape, generator=torch.Generator().manual_seed(0)).to(out)
     axes = [sample_axis(x, axis, samples) for x, axis in zip(arguments, layout.inputs, strict=True)]
-    local = LocalCall(arguments, axes, spec, layout.outputs, {0: g})
+    local = LocalCall(arguments, axes, spec, layout.outputs, gradients={0: g})
     expected = next(local_gradients(module, parameters, [local], samples))[1]
-    got = rule(module, samples_first(arguments[0], axes[0], samples), samples_first(g, layout.outputs[0], samples))
-    for name, e in expected.items():
-        found = got[name].dense(0, samples).view_as(e)
-        if (found - e).norm() > 0.05 * e.norm():
-            return False
-    return True
+    try:
+        got = rule(module, samples_first(arguments[0], axes[0], samples), samples_first(g, layout.outputs[0], samples))
+        found = {name: got[name].dense(0, samples).view_as(e) for name, e in expected.items()}
+    except (RuntimeError, KeyError):  # a rule for other shapes or parameters
+        return False
+    allowed = 0.05 if out.dtype in (torch.bfloat16, torch.float16) else 1e-3
+    return all((found[name] - e).norm() <= allowed * e.norm() for name, e in expected.items())

@@ -39,6 +39,10 @@ class Distribution(ABC):
     def log_prob(self, labels: Tensor) -> Tensor:
         """The log-likelihood of each label, (N, S); 0 for those that are ignored."""
 
+    def mean_loss(self, labels: Tensor, valid: Tensor) -> float:
+        """What the models of transformers call the loss of these labels, of those that are valid, (N, S)."""
+        return -float((self.log_prob(labels) * valid).sum() / valid.sum())
+
     @abstractmethod
     def draw(self, uniform: Tensor) -> Tensor:
         """Labels, (N, S), from numbers between 0 and 1, (N, S)."""
@@ -76,6 +80,9 @@ class Gaussian(Distribution):
 
     def log_prob(self, labels: Tensor) -> Tensor:
         return -0.5 * (labels.to(self.mean.dtype) - self.mean).square() - 0.5 * math.log(2 * math.pi)
+
+    def mean_loss(self, labels: Tensor, valid: Tensor) -> float:
+        return 2 * super().mean_loss(labels, valid) - math.log(2 * math.pi)  # the mean square
 
     def draw(self, uniform: Tensor) -> Tensor:
         return self.mean.detach() + torch.special.ndtri(uniform).to(self.mean.dtype)
@@ -164,11 +171,11 @@ def find_reader(model: nn.Module) -> TaskReader:
     config = getattr(model, "config", None)
     seq2seq = bool(getattr(config, "is_encoder_decoder", False))
     if name.endswith(("ForCausalLM", "LMHeadModel")) or (name.endswith("ForConditionalGeneration") and not seq2seq):
-        return TaskReader(_read_causal, _causal_slots, many_classes=True, shown=_shown_pairs)
+        return NEXT_TOKENS
     if name.endswith(("ForConditionalGeneration", "EncoderDecoderModel")):
         return TaskReader(_read_tokens, _labels, many_classes=True, shown=_shown_to_decoder)
     if name.endswith("ForMaskedLM"):
-        return TaskReader(_read_tokens, _labels, many_classes=True, shown=_shown)
+        return TOKENS
     if name.endswith("ForTokenClassification"):
         return TaskReader(_read_tokens, _labels, shown=_shown)
     if name.endswith(("ForQuestionAnswering", "ForQuestionAnsweringSimple")):
@@ -287,3 +294,9 @@ def _span_slots(batch: Batch) -> Tensor | None:
     labels = torch.stack([start.view(-1), end.view(-1)], 1)
     length = batch.inputs["input_ids"].shape[1]
     return labels.where((labels >= 0) & (labels < length), IGNORED)  # an answer that was cut off, as in transformers
+
+
+NEXT_TOKENS = TaskReader(_read_causal, _causal_slots, many_classes=True, shown=_shown_pairs)
+"""A language model that predicts each token from those before it."""
+TOKENS = TaskReader(_read_tokens, _labels, many_classes=True, shown=_shown)
+"""One whose labels stand at their logits."""

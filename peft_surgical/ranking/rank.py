@@ -16,8 +16,9 @@ from tqdm.auto import tqdm
 from peft_surgical.distributed import check_not_prepared, check_same_weights, gather, rank, world_size
 from peft_surgical.fisher.batches import Batch
 from peft_surgical.fisher.draw import draw_batches
-from peft_surgical.fisher.engine import Progress
-from peft_surgical.fisher.model_state import same_random_numbers
+from peft_surgical.fisher.engine import FisherTask, Progress, Runner
+from peft_surgical.fisher.guard import agree_with_loss
+from peft_surgical.fisher.model_state import same_random_numbers, untouched
 from peft_surgical.fisher.objective import make_objective
 from peft_surgical.layers import Stack, choose_stack, unwrap
 from peft_surgical.ranking.ranking import LayerRanking
@@ -128,6 +129,9 @@ def rank_layers(
         )
         with same_random_numbers(base.parameters(), seed), torch.inference_mode(False):
             batches = list(drawn)
+        if log_likelihood is None and verify:
+            with untouched(base, seed):
+                objective = agree_with_loss(Runner(FisherTask(base, layers.layers, objective)), batches)
         record |= {"labels": labels if log_likelihood is None else "log_likelihood", "aggregation": aggregation}
         record |= {"unit": unit, "draws": draws, "head_seeds": head_inits}
     request = ScoreRequest(base, layers.layers, batches, objective, aggregation, seed, engine, verify=verify)
