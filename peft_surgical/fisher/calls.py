@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -58,6 +59,10 @@ class Call:
 Calls = dict[nn.Module, list[Call]]
 
 
+class OwnHook(partial):
+    """A forward hook of this package, known by its type where an interrupt left it behind."""
+
+
 def record_calls(
     modules: Collection[nn.Module],
     run: Callable[[], Any],
@@ -76,10 +81,7 @@ def record_calls(
         The calls of each module, in order.
     """
     recorder = _Recorder(before)
-    handles = [
-        m.register_forward_hook(lambda *call, keep=m in whole: recorder.note(keep, *call), with_kwargs=True)
-        for m in modules
-    ]
+    handles = [m.register_forward_hook(OwnHook(recorder.note, m in whole), with_kwargs=True) for m in modules]
     try:
         with torch.no_grad():
             run()

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -18,11 +17,11 @@ from peft_surgical.fisher.batches import LABELS, Batch, PaddingLengths, forward_
 from peft_surgical.fisher.contributions import Generators
 from peft_surgical.fisher.gradients import DenseGradients
 from peft_surgical.fisher.guard import DependsOnBatch, Guard
-from peft_surgical.fisher.listen import GradientListener, NotFinite, Sink, Unusual
+from peft_surgical.fisher.listen import GradientListener, NotFinite, Unusual
 from peft_surgical.fisher.model_state import layer_parameters
-from peft_surgical.fisher.objective import NO_GRADIENT, Objective, Rows, TaskObjective, check_values
+from peft_surgical.fisher.objective import Objective, Rows, TaskObjective, all_finite, check_values, no_gradient
 from peft_surgical.fisher.squares import SquareQueue
-from peft_surgical.fisher.sums import LayerSums, TensorFisher
+from peft_surgical.fisher.sums import LayerSums, Sink, TensorFisher
 from peft_surgical.fisher.targets import CannotTellSamplesApart, Targets
 from peft_surgical.layers import Layer
 
@@ -104,7 +103,7 @@ class Runner:
         rows = self.rows(batch)
         check_values(rows.values, batch)
         if not rows.values.requires_grad:
-            raise ValueError(NO_GRADIENT)
+            raise ValueError(no_gradient(self.model))
         return rows
 
 
@@ -145,7 +144,7 @@ class Engine(ABC):
             found |= zip(group, sums.results(float(self.counts.sum())), strict=True)
             on_all_ranks(self.check)
         if not any(gather(self.got_gradient)):
-            raise ValueError(NO_GRADIENT)
+            raise ValueError(no_gradient(self.task.model))
         return [found[number] for number in range(len(found))]
 
     def _go_through(self, sums: LayerSums, progress: Progress) -> None:
@@ -196,8 +195,8 @@ class HookEngine(Engine):
         except DependsOnBatch as reason:
             if not isinstance(self.task.objective, TaskObjective):
                 raise ValueError(
-                    f"log_likelihood= of a sample depends on the other samples of its batch, or on padding: {reason}. "
-                    "The Fisher needs that of each sample by itself. Change the function, or give batch_size=1."
+                    f"log_likelihood= of a sample depends on the rest of its batch: {reason}. Change it, or give "
+                    "batch_size=1 if it means something for one sample."
                 ) from None
             logger.warning("Samples are taken one at a time, which is slow: %s.", reason)
             self.batches = [self.runner.alone(batch, n) for batch in self.batches for n in range(len(batch))]
@@ -299,10 +298,3 @@ class LoopEngine(Engine):
             queue.flush()
             sums.finish()
         self._seen.append((sample, counts))
-
-
-def all_finite(gradients: Iterable[Tensor | None]) -> bool:
-    """Whether no gradient is NaN or infinite. Waits for the device once."""
-    found = [g for g in gradients if g is not None]
-    largest = torch._foreach_norm(found, math.inf) if found else ()
-    return not largest or bool(torch.isfinite(torch.stack([x.to(largest[0]) for x in largest])).all())

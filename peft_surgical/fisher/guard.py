@@ -106,13 +106,20 @@ class Guard:
         def rows() -> Rows:
             return self.runner.rows(alone, objective)
 
+        def twice() -> Rows:  # for PyTorch's batch normalisation, whose gradient may be wrong for a batch of one
+            again = objective.twice() if isinstance(objective, TaskObjective) else objective
+            values, counts = self.runner.rows(alone.with_copy(), again)
+            return Rows(values[:, :1], counts[:1])
+
+        found = {key: watch.squares for key, watch in watches.items()}
         expected = autograd_squares(rows, parameters)
-        wrong = self._find_wrong({key: watch.squares for key, watch in watches.items()}, expected)
+        wrong = self._find_wrong(found, expected)
         if wrong is not None and self._find_wrong(autograd_squares(rows, parameters), expected):
             logger.warning("The model's outputs are random in evaluation mode too, so that its Fisher is as well.")
-        elif wrong is not None:
-            wrong_alone = self._find_wrong(self._listen(alone, rows, parameters), expected)
-            if wrong_alone is None:
+        elif wrong is not None and self._find_wrong(found, of_two := autograd_squares(twice, parameters)):
+            by_hooks = self._listen(alone, rows, parameters)
+            wrong_alone = self._find_wrong(by_hooks, expected)
+            if not wrong_alone or not self._find_wrong(by_hooks, of_two):
                 raise DependsOnBatch(
                     f"by itself the gradient of sample {self.sample} of the draw is another, in {wrong}"
                 )
@@ -213,7 +220,7 @@ def agree_with_loss(runner: Any, batches: Sequence[Batch]) -> TaskObjective:
         try:
             outputs = runner.forward(sample, labels=True)
             loss = float(outputs.loss)
-        except Exception as error:  # noqa: BLE001  there is no loss, for whatever reason
+        except (TypeError, ValueError, RuntimeError, LookupError, AttributeError) as error:  # there is no loss
             logger.debug("The model's own loss cannot be compared: %s", error)
             return objective
         others = [
@@ -227,8 +234,8 @@ def agree_with_loss(runner: Any, batches: Sequence[Batch]) -> TaskObjective:
     if off[id(best)] > 0.02:
         raise ValueError(
             f"{type(runner.model).__name__} computes a loss of {loss:.4f} for a sample whose labels have a negative "
-            f"log-likelihood of {ours[0][1]:.4f} on average: its loss is another one. Give log_likelihood=, a function (outputs, "
-            "batch) -> (N,), for what you train with. verify=False ranks by the likelihood nevertheless."
+            f"log-likelihood of {ours[0][1]:.4f} on average: its loss is another one. Give log_likelihood=, a "
+            "function (outputs, batch) -> (N,), for what you train with; verify=False takes the likelihood as it is."
         )
     if best.reader is not objective.reader:
         logger.info("Where the labels stand was told from the loss of %s.", type(runner.model).__name__)

@@ -14,16 +14,17 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from peft_surgical.compat import tree_flatten, tree_unflatten
-from peft_surgical.fisher.calls import CallLayout, sample_axis, samples_first
+from peft_surgical.fisher.calls import CallLayout, OwnHook, sample_axis, samples_first
 from peft_surgical.fisher.gradients import DenseGradients, ProductGradients, SampleGradients, join
 from peft_surgical.fisher.recompute import LocalCall, local_gradients
 from peft_surgical.fisher.squares import SquareQueue, on_cpu
+from peft_surgical.fisher.sums import Sink
 from peft_surgical.fisher.targets import CannotTellSamplesApart, HookTarget
 
 
@@ -33,13 +34,6 @@ logger = logging.getLogger(__name__)
 _TOGETHER = 2**23
 """Entries of the parameters whose gradients are taken up together on an accelerator: Python is faster in one go. On a
 CPU they are taken up at once, while they are in the cache."""
-
-
-class Sink(Protocol):
-    """Where gradients go."""
-
-    def add(self, gradients: SampleGradients, first: int, queue: SquareQueue) -> None:
-        """Add those of samples from number `first` on."""
 
 
 class Unusual(Exception):
@@ -100,9 +94,8 @@ class GradientListener:
         self._paused = False
 
     def __enter__(self) -> GradientListener:
-        for target in self.targets:
-            hook = partial(self._on_forward, target)
-            self._handles.append(target.module.register_forward_hook(hook, with_kwargs=True))
+        for t in self.targets:
+            self._handles.append(t.module.register_forward_hook(OwnHook(self._on_forward, t), with_kwargs=True))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -146,10 +139,8 @@ class GradientListener:
         finally:
             self._paused = False
 
-    # ---- forward
-
     def _on_forward(self, target: HookTarget, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
-        if self._paused:
+        if self._paused or not torch.is_grad_enabled():  # a part of the model without gradients, as a choice of tokens
             return None
         number = self._calls.get(id(module), 0)
         self._calls[id(module)] = number + 1
@@ -187,8 +178,8 @@ class GradientListener:
             if layout is not None and out_axes[k] is None:
                 out_axes[k] = 0  # shared by the samples; expanded, so that each sends back a gradient of its own
                 leaves[i] = leaves[i].expand(self.samples, *leaves[i].shape[1:])
-            # one output may be computed from another (a router's scores from its logits): a copy of each gets only the
-            # gradient that comes from outside; and if it is written to in place, what was hooked stays
+            # one output may be computed from another (a router's scores from its logits), or be written to in place: a
+            # copy gets the gradient that comes from outside, and stays
             leaves[i] = self._with_gradient(leaves[i], copy=True)
             leaves[i].register_hook(partial(self._on_local_gradient, target, call, k))
         return tree_unflatten(leaves, out_spec)
@@ -214,9 +205,10 @@ class GradientListener:
         if axis is not None and x.shape[axis] % self.samples:
             raise CannotTellSamplesApart(target.name)
 
-    # ---- backward
-
-    def _on_gradient(self, use: _Use, gradient: Tensor) -> None:
+    def _on_gradient(self, use: _Use, gradient: Tensor | None) -> None:
+        if gradient is None:
+            reason = "what follows has no backward pass, as quantised layers made ready for inference"
+            raise ValueError(f"No gradient comes back to {use.target.name}: {reason}. Load the model anew.")
         self.got_gradient = True
         self._arrived.append((use, gradient))
         self._entries += use.target.size
@@ -237,7 +229,7 @@ class GradientListener:
 
     def _apply_rule(self, use: _Use, g: Tensor) -> None:
         target, layout, x = use.target, use.layout, use.x
-        self._check_version(target, x, use.version)
+        _check_version(target, x, use.version)
         if self.copied:
             x, g = x[:-1], g[:-1]
         x = samples_first(x, layout.inputs[0] if layout else None, self.samples)
@@ -270,7 +262,7 @@ class GradientListener:
             return
         for call in calls:
             for x, version in zip(call.inputs, call.versions, strict=True):
-                self._check_version(target, x, version)
+                _check_version(target, x, version)
         with torch.no_grad():
             parts: dict[str, list[Tensor]] = {name: [] for name in target.parameters}
             for first, gradients in local_gradients(target.module, target.parameters, calls, self.samples):
@@ -286,13 +278,6 @@ class GradientListener:
         for call in calls:
             call.gradients.clear()
 
-    def _check_version(self, target: HookTarget, x: Any, version: int) -> None:
-        if isinstance(x, Tensor) and x._version != version:
-            raise RuntimeError(
-                f"The input of {target.name} was written to in place after it was used, so that the gradient of its "
-                "weight cannot be found. Use engine='loop'."
-            )
-
     def _check_finite(self, target: HookTarget, g: Tensor) -> None:
         bad = ~torch.isfinite(g.flatten(1)).all(1)
         if bad.any():
@@ -300,13 +285,13 @@ class GradientListener:
 
 
 class NotFinite(Exception):
-    """A gradient is NaN or infinite.
-
-    Args:
-        sample: Number of the sample in the batch.
-        module: Path of the module at whose output it was first seen.
-    """
+    """The gradient of a sample, by its number in the batch, is NaN or infinite at the output of a module."""
 
     def __init__(self, sample: int, module: str):
         super().__init__(f"sample {sample}, {module}")
         self.sample, self.module = sample, module
+
+
+def _check_version(target: HookTarget, x: Any, version: int) -> None:
+    if isinstance(x, Tensor) and x._version != version:
+        raise RuntimeError(f"The input of {target.name} was written to in place after its use. Use engine='loop'.")

@@ -16,7 +16,7 @@ from peft_surgical.distributed import gather
 from peft_surgical.fisher.batches import Batch
 from peft_surgical.fisher.engine import FisherTask, HookEngine, LoopEngine, Progress
 from peft_surgical.fisher.model_state import untouched
-from peft_surgical.fisher.objective import NO_GRADIENT, Objective
+from peft_surgical.fisher.objective import Objective, no_gradient
 from peft_surgical.fisher.sums import TensorFisher
 from peft_surgical.layers import Layer, unwrap
 
@@ -162,4 +162,4 @@ def _check_results(task: FisherTask, found: list[dict[str, TensorFisher]]) -> No
             if not math.isfinite(tensor.trace):
                 raise ValueError(f"The squared gradients of {layer.path}.{name} overflow. Measure in float32.")
     if not any(tensor.trace for tensors in found for tensor in tensors.values()):
-        raise ValueError(NO_GRADIENT)
+        raise ValueError(no_gradient(task.model))

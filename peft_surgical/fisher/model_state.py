@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import random
+import signal
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -14,6 +16,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn
 
+from peft_surgical.fisher.calls import OwnHook
 from peft_surgical.fisher.rules import is_packed_linear
 from peft_surgical.layers import Layer
 
@@ -45,22 +48,58 @@ def untouched(model: nn.Module, seed: int = 0) -> Iterator[None]:
     modules = list(model.modules())
     # by place: a module with offloaded weights has other parameter objects after each call
     parameters = [(m, name, p) for m in modules for name, p in m._parameters.items() if p is not None]
-    with ExitStack() as stack:
+    stack = ExitStack()
+    try:
         # what is entered first is put back last: switching adapters back on changes what requires a gradient
         stack.enter_context(_same_flags(modules, parameters))
         stack.enter_context(_same_buffers(modules))
+        stack.callback(_remove_hooks, modules)
         stack.enter_context(same_random_numbers((p for _, _, p in parameters), seed))
         stack.enter_context(_adapters_off(modules))
         stack.enter_context(_no_cache(modules))
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
         for module in modules:
-            if module.training:
-                module.training = False
+            # in evaluation bitsandbytes packs 4-bit weights for the CPU, for good and without a backward pass
+            training = hasattr(module._parameters.get("weight"), "quant_state")
+            if module.training != training:
+                module.training = training
         for _, _, parameter in parameters:
             if parameter.requires_grad:
                 parameter.requires_grad_(False)
         yield
+    finally:
+        with _uninterrupted():
+            stack.close()
+
+
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """A context that Ctrl-C ends only after its end."""
+    if threading.current_thread() is not threading.main_thread():  # which alone is interrupted
+        yield
+        return
+    pressed = False
+
+    def note(*_: object) -> None:
+        nonlocal pressed
+        pressed = True
+
+    handler = signal.signal(signal.SIGINT, note)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    if pressed:
+        signal.raise_signal(signal.SIGINT)
+
+
+def _remove_hooks(modules: Sequence[nn.Module]) -> None:
+    """Remove what an interrupt left behind while hooks were set or removed."""
+    for module in modules:
+        for key in [key for key, hook in module._forward_hooks.items() if isinstance(hook, OwnHook)]:
+            del module._forward_hooks[key]
+            module._forward_hooks_with_kwargs.pop(key, None)
 
 
 @contextmanager
@@ -137,18 +176,17 @@ def _adapters_off(modules: Sequence[nn.Module]) -> Iterator[None]:
 
 @contextmanager
 def _no_cache(modules: Sequence[nn.Module]) -> Iterator[None]:
-    configs: dict[int, Any] = {}
-    for module in modules:
-        config = module.__dict__.get("config")
-        if getattr(config, "use_cache", None):
-            configs[id(config)] = config
+    configs = {id(c): c for c in (module.__dict__.get("config") for module in modules) if c is not None}.values()
+    # a model writes down what kind of problem it has when it computes a loss
+    kept = [(c, name, getattr(c, name)) for c in configs for name in ("use_cache", "problem_type") if hasattr(c, name)]
     try:
-        for config in configs.values():
-            config.use_cache = False
+        for config, name, value in kept:
+            if name == "use_cache" and value:
+                config.use_cache = False
         yield
     finally:
-        for config in configs.values():
-            config.use_cache = True
+        for config, name, value in kept:
+            setattr(config, name, value)
 
 
 class Owner(NamedTuple):

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from peft_surgical.fisher.batches import Batch
 from peft_surgical.fisher.tasks import IGNORED, Distribution, TaskReader, find_reader
-from peft_surgical.layers import unwrap
+from peft_surgical.layers import find_stacks, unwrap
 
 
 LABEL_MODES = ("given", "sampled", "exact")
@@ -33,10 +33,18 @@ MAX_EXACT_ROWS = 128
 """Backward passes to a batch up to which exact labels are computed."""
 
 
-NO_GRADIENT = (
-    "No layer gets a gradient: what is differentiated does not depend on the layers. Look for a detach() or a "
-    "no_grad() between them and the outputs."
-)
+def no_gradient(model: nn.Module) -> str:
+    """Why no layer gets a gradient, as far as the weights tell."""
+    layers = [layer.module for stack in find_stacks(model).values() for layer in stack.layers]
+    inside = {id(p) for layer in layers for p in layer.parameters()}
+    outside = [(name, p) for name, p in model.named_parameters() if id(p) not in inside and p.dim() > 1]
+    zeros = [name for name, p in outside if not p.is_meta and not p.any()]
+    if zeros:
+        return f"No layer gets a gradient, since {zeros[-1]} is all zeros. Initialize the head, or train it first."
+    return (
+        "No layer gets a gradient: what is differentiated does not depend on the layers. Look for a detach() or a "
+        "no_grad() between them and the outputs."
+    )
 
 
 class Rows(NamedTuple):
@@ -140,6 +148,10 @@ class TaskObjective:
         batch, valid, drawn = self._last
         n = batch.index.index(sample)
         return replace(self, drawn=drawn[:, n, valid[n]])
+
+    def twice(self) -> TaskObjective:
+        """The objective of a batch of that sample and a copy."""
+        return self if self.drawn is None else replace(self, drawn=self.drawn.repeat(1, 2))
 
     def _check_exact(self, distribution: Distribution, valid: Tensor) -> None:
         advice = "Use labels='sampled' with draws=..., whose mean over many draws is the same."
@@ -245,3 +257,10 @@ def check_values(values: Tensor, batch: Batch) -> None:
             f"The log-likelihood of sample {sample} of the draw is not finite. Look at its inputs and labels, or "
             "measure in float32."
         )
+
+
+def all_finite(gradients: Iterable[Tensor | None]) -> bool:
+    """Whether no gradient is NaN or infinite. Waits for the device once."""
+    found = [g for g in gradients if g is not None]
+    largest = torch._foreach_norm(found, math.inf) if found else ()
+    return not largest or bool(torch.isfinite(torch.stack([x.to(largest[0]) for x in largest])).all())

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -68,6 +68,13 @@ class LayerZeros:
         if part is None or part.numel() < size:  # a quantised weight
             return new_sum(gradients)
         return (part if part.numel() == size else part[:size]).view(gradients.sum_shape)
+
+
+class Sink(Protocol):
+    """What takes the gradients of a parameter."""
+
+    def add(self, gradients: SampleGradients, first: int, queue: SquareQueue) -> None:
+        """Take those of the samples of this batch from number `first` on."""
 
 
 class DiagonalSum:

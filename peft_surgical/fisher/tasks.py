@@ -167,8 +167,7 @@ def find_reader(model: nn.Module) -> TaskReader:
         >>> find_reader(BertForMaskedLM(config)).many_classes
         True
     """
-    name = type(model).__name__
-    config = getattr(model, "config", None)
+    name, config = type(model).__name__, getattr(model, "config", None)
     seq2seq = bool(getattr(config, "is_encoder_decoder", False))
     if name.endswith(("ForCausalLM", "LMHeadModel")) or (name.endswith("ForConditionalGeneration") and not seq2seq):
         return NEXT_TOKENS
@@ -182,7 +181,7 @@ def find_reader(model: nn.Module) -> TaskReader:
         return TaskReader(_read_span, _span_slots)
     if name.endswith("ForMultipleChoice"):
         return TaskReader(_read_classes, _class_slots)
-    if name.endswith(_CLASSIFIERS):
+    if name.endswith(("Classification", "ForNextSentencePrediction")):
         kind = getattr(config, "problem_type", None)
         if kind == "regression" or (kind is None and getattr(config, "num_labels", 2) == 1):
             return TaskReader(_read_numbers, _number_slots)
@@ -195,9 +194,6 @@ def find_reader(model: nn.Module) -> TaskReader:
         f"{name} has no head for a known task, so log p(y|x) is not defined. Use a model with a head, such as "
         "AutoModelForSequenceClassification, or give log_likelihood=, a function (outputs, batch) -> (N,)."
     )
-
-
-_CLASSIFIERS = ("ForSequenceClassification", "Classification", "ForNextSentencePrediction")
 
 
 def _logits(outputs: Any) -> Tensor:

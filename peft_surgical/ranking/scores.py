@@ -200,7 +200,7 @@ def signal_to_noise(request: ScoreRequest) -> LayerScores:
     """Signal-to-noise ratio of the layer's weight matrices, the mean over them; needs no data.
 
     Hartford et al. 2024, "Spectrum: Targeted Training on Signal to Noise Ratio": the sum of the singular values above
-    the Marchenko-Pastur edge, over the sum of those below it, over the largest one. The edge is sigma (1 + sqrt(m /
+    the Marchenko-Pastur edge, over the sum of the others, over the largest one. The edge is sigma (1 + sqrt(m /
     n)) for an n by m matrix with m <= n, with sigma taken from the interquartile range of the singular values.
     """
     scores = []
@@ -225,9 +225,10 @@ def _signal_to_noise(weight: Tensor) -> list[float]:
     quartiles = torch.quantile(singular, torch.tensor([0.25, 0.75], dtype=singular.dtype, device=singular.device))
     sigma = (quartiles[1] - quartiles[0]) / 1.349
     edge = sigma * (1 + (min(weight.shape) / max(weight.shape)) ** 0.5)
-    signal, noise = singular[singular > edge].sum(), singular[singular <= edge].sum()
+    # where all lie above the edge, Spectrum's code divides by nothing: here the smallest always counts as noise
+    above = singular[:-1] > edge
+    signal, noise = singular[:-1][above].sum(), singular[:-1][~above].sum() + singular[-1]
     largest = singular[0].clamp_min(torch.finfo(singular.dtype).tiny)
-    # with nothing below the edge all is signal; Spectrum's code lets the ratio overflow there
     return [float(signal / noise.clamp_min(torch.finfo(singular.dtype).eps * largest) / largest)]
 
 
