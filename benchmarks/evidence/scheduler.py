@@ -7,7 +7,7 @@ import multiprocessing
 import os
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection, wait
 
@@ -109,20 +109,29 @@ class Pool:
         for worker in self.workers:
             worker.process.join()
 
-    def do(self, jobs: Sequence[Job]) -> None:
+    def do(self, jobs: Sequence[Job] = (), more: Callable[[Sequence[Job]], list[Job]] = lambda _: []) -> int:
         """Do jobs in their order until they are done or the time is up.
 
         A job is not begun if, judging by those done so far, it would not be done in time.
 
         Args:
             jobs: The jobs.
+            more: Asked for jobs when none is left, given those that run or have failed, until it names none.
+
+        Returns:
+            How many were done.
         """
-        if not self.processes:
-            for job in jobs:
-                do(self.place, job)
-            return
         began, queue, done = time.monotonic(), list(jobs), 0
+        failed: list[Job] = []
+        while not self.processes:
+            queue = queue or more(())
+            if not queue:
+                return done
+            do(self.place, queue.pop(0))
+            done += 1
         while True:
+            if not queue and any(worker.job is None for worker in self.workers):
+                queue = more([worker.job for worker in self.workers if worker.job] + failed)
             left = self.until - time.monotonic()
             pace = sorted(self.paces)[len(self.paces) // 2] if self.paces else 0.0
             for worker in self.workers:
@@ -147,12 +156,14 @@ class Pool:
                     self.paces.append(took / worker.job.weight)
                     worker.job = None
                     continue
+                failed.append(worker.job)
                 if error == OUT_OF_MEMORY:
                     queue += halves(worker.job)
                 worker.process.join()
                 number = self.workers.index(worker)
                 self.workers[number] = self._start(number)
-        print(f"{done} of {len(jobs)} jobs done after {time.monotonic() - began:.0f} s", flush=True)
+        print(f"{done} jobs done after {time.monotonic() - began:.0f} s, {len(failed)} failed", flush=True)
+        return done
 
 
 def next_job(queue: list[Job], most: float) -> Job | None:
