@@ -15,7 +15,7 @@ import numpy as np
 
 from benchmarks.evidence import criteria, methods
 from benchmarks.evidence.jobs import RANDOM_DRAWS, Job, Place
-from benchmarks.evidence.plans import RATE_TASKS, alternate, train_jobs
+from benchmarks.evidence.plans import RATE_TASKS, alternate, train_jobs, weight
 
 
 KINDS = ("last", "fisher", "alternate", "middle", "spread", "random")
@@ -119,7 +119,7 @@ class Cells:
             for task in self.every_task:
                 missing = tuple(s for s in scores if s not in self.place.rankings(task, seed))
                 if missing and (task, seed) not in ranked:
-                    jobs.append(Job("rank", task, seed, missing))
+                    jobs.append(Job("rank", task, seed, missing, weight=weight(self.place, task, 1)))
         return jobs
 
     def jobs(self, busy: Sequence[Job] = ()) -> list[Job]:
@@ -147,7 +147,7 @@ class Cells:
                     later.setdefault((number, draw > 0), []).extend(runs)
         found = self._train(urgent, seed, busy)
         for (number, _), runs in sorted(later.items()):
-            found += self._train(runs, self.seeds[number], busy)
+            found += self._train(runs, self.seeds[number], busy)[::-1]  # short ones first: the time may run out
         return ranking + found
 
     def _ranked(self, task: str, seed: int) -> dict[str, Sequence[int]]:

@@ -142,6 +142,7 @@ def sizes(place: Place, task: str) -> dict[str, Any]:
     made, data = tasks.TASKS[task], place.read(task)
     counts = None if made.regression else data.validation.labels.bincount()
     return {
+        "revision": made.revision,
         **{name: len(getattr(data, name)) for name in ("train", "held_out", "validation")},
         "tokens": float(data.train.lengths.float().mean()),
         "epochs": made.epochs,
@@ -163,7 +164,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for task in dict.fromkeys((*RATE_TASKS, *options.tasks) if rates else options.tasks):
         place.read(task)  # into the cache, before several processes want it
     known = place.sizes()
-    if found := {task: sizes(place, task) for task in options.tasks if task not in known}:
+    if found := {
+        task: sizes(place, task)
+        for task in options.tasks
+        if not tasks.is_current({"task": task, **known.get(task, {"revision": 0})})
+    }:
         records.write(place.results / "tasks.json", known | found)
     if options.command == "check":
         check(place, options.processes)

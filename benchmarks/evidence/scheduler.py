@@ -116,7 +116,7 @@ class Pool:
 
         Args:
             jobs: The jobs.
-            more: Asked for jobs when none is left, given those that run or have failed, until it names none.
+            more: Asked for the jobs to do after those, given the ones that run or have failed, for each job anew.
 
         Returns:
             How many were done.
@@ -130,16 +130,17 @@ class Pool:
             do(self.place, queue.pop(0))
             done += 1
         while True:
-            if not queue and any(worker.job is None for worker in self.workers):
-                queue = more([worker.job for worker in self.workers if worker.job] + failed)
             left = self.until - time.monotonic()
             pace = sorted(self.paces)[len(self.paces) // 2] if self.paces else 0.0
             for worker in self.workers:
                 if worker.job is None:
-                    worker.job = next_job(queue, left / pace if pace else float("inf"))
-                    if worker.job is not None:
-                        worker.began = time.monotonic()
-                        worker.pipe.send(worker.job)
+                    most = left / pace if pace else float("inf")
+                    running = [other.job for other in self.workers if other.job is not None]
+                    worker.job = next_job(queue, most) or next_job(more(running + failed), most)
+                    if worker.job is None:
+                        break
+                    worker.began = time.monotonic()
+                    worker.pipe.send(worker.job)
             busy = [worker for worker in self.workers if worker.job is not None]
             if not busy or left <= 0:
                 break
