@@ -82,11 +82,13 @@ class Place:
 
     def runs(self, task: str) -> dict[tuple[str, float, int], dict[str, Any]]:
         """The runs of a task so far, by method, learning rate and seed."""
-        return {(r["tuning"], r["rate"], r["seed"]): r for r in records.read(self.runs_file(task))}
+        every = records.read(self.runs_file(task))
+        return {(r["tuning"], r["rate"], r["seed"]): r for r in every if tasks.is_current(r)}
 
     def rankings(self, task: str, seed: int) -> dict[str, dict[str, Any]]:
         """The rankings of a task so far, by score."""
         found = [r for r in records.read(self.results / "rankings.jsonl") if r["task"] == task]
+        found = [r for r in found if tasks.is_current(r)]
         shared = {r["score"]: r for r in found if r["seed"] == 0 and r["score"] in criteria.COSTLY}
         return shared | {r["score"]: r for r in found if r["seed"] == seed}
 
@@ -156,6 +158,7 @@ def train_job(place: Place, job: Job) -> None:
             "tuning": tuning,
             "rate": trainee.peak,
             "seed": job.seed,
+            "revision": task.revision,
             "metric": task.metric,
             "validation": measured,
             "held_out": {task.metric: trainee.best.rank[0], "loss": -trainee.best.rank[1]},
@@ -191,6 +194,7 @@ def rank_job(place: Place, job: Job) -> None:
             "model": Path(place.model).name,
             "task": job.task,
             "seed": job.seed,
+            "revision": tasks.TASKS[job.task].revision,
             "score": score,
             "order": ranking.order,
             "scores": ranking.scores,

@@ -9,7 +9,8 @@
     strata-II-lora.5.6-bitfit.7 LoRA on these layers, bias terms on those, the rest frozen (StratifiedConfig)
 
 The head is always trained. In a *plan* the layers may be left to a ranking: `fisher:5` are the best five layers by
-`fisher`, `fisher:-1` the worst one, `strata-II-lora:7-bitfit:2/fisher` the best seven by `fisher` and the next two.
+`fisher`, `fisher:-1` the worst one, `spread:5` five at equal distances, `strata-II-lora:7-bitfit:2/fisher` the best
+seven by `fisher` and the next two.
 """
 
 from __future__ import annotations
@@ -89,6 +90,9 @@ def resolve(plan: str, orders: Mapping[str, Sequence[int]]) -> str:
         >>> resolve("fisher:2", {"fisher": [5, 3, 4]}), resolve("fisher:-1", {"fisher": [5, 3, 4]})
         ('layers-3.5', 'layers-4')
     """
+    if match := re.fullmatch(r"spread:(\d+)", plan):
+        depth, count = len(next(iter(orders.values()))), int(match[1])
+        return layers_name([(2 * i + 1) * depth // (2 * count) for i in range(count)])
     if match := re.fullmatch(r"(\w+):(-?\d+)", plan):
         order, count = orders[match[1]], int(match[2])
         return layers_name(order[:count] if count > 0 else order[count:])

@@ -22,6 +22,7 @@ from types import MethodType
 from typing import Any
 
 import torch
+from safetensors.torch import load as load_tensors
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import (
@@ -39,6 +40,8 @@ MPNET_VERSION = "0.0.1"
 MPNET_PARAMETERS = 109_486_464
 USED_FILES = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "vocab.txt")
 USED_FILES += ("special_tokens_map.json",)
+PLANES = ("exponents.safetensors", "rest.safetensors")
+"""The two bytes of half-precision weights, as they travel."""
 ALIKE = (
     "A man is eating food.",
     "Someone is having a meal.",
@@ -101,7 +104,18 @@ def check(folder: Path, parameters: int | None = None) -> None:
     print(f"{folder}: {count:,} parameters; similar sentences {near:.2f}, different ones {far:.2f}")
 
 
-def pack(folder: Path, destination: Path, mib: float, dtype: torch.dtype = torch.bfloat16) -> list[Path]:
+def _plane(tensor: torch.Tensor, plane: str) -> torch.Tensor:
+    """A byte of each bfloat16 number: the exponent, which compresses well, or the rest, which does not."""
+    bits = tensor.contiguous().view(torch.int16).to(torch.int32) & 0xFFFF
+    return (bits >> 7 & 0xFF if plane == PLANES[0] else bits >> 8 & 0x80 | bits & 0x7F).to(torch.uint8)
+
+
+def _joined(exponents: torch.Tensor, rest: torch.Tensor) -> torch.Tensor:
+    exponents, rest = exponents.to(torch.int32), rest.to(torch.int32)
+    return ((rest & 0x80) << 8 | exponents << 7 | rest & 0x7F).to(torch.int16).view(torch.bfloat16)
+
+
+def pack(folder: Path, destination: Path, mib: float) -> list[Path]:
     """Write a model in half precision as a zip in parts.
 
     Under bfloat16 autocast a linear layer computes with bfloat16 weights in any case.
@@ -110,20 +124,20 @@ def pack(folder: Path, destination: Path, mib: float, dtype: torch.dtype = torch
         folder: The model.
         destination: The folder for the parts, `NAME.zip.000`, `NAME.zip.001`, ...
         mib: How large a part may be, in MiB.
-        dtype: What the weights are rounded to.
 
     Returns:
         The parts.
     """
     tensors = load_file(folder / "model.safetensors")
-    rounded = {name: t.to(dtype) if t.is_floating_point() else t for name, t in tensors.items()}
     whole = io.BytesIO()
-    with tempfile.TemporaryDirectory() as temporary, zipfile.ZipFile(whole, "w", zipfile.ZIP_DEFLATED) as archive:
-        save_file(rounded, f"{temporary}/model.safetensors", metadata={"format": "pt"})
-        archive.write(f"{temporary}/model.safetensors", "model.safetensors")
+    with tempfile.TemporaryDirectory() as temporary, zipfile.ZipFile(whole, "w") as archive:
+        for plane, how in zip(PLANES, (zipfile.ZIP_DEFLATED, zipfile.ZIP_STORED), strict=True):
+            made = {n: _plane(t.to(torch.bfloat16), plane) for n, t in tensors.items() if t.is_floating_point()}
+            save_file(made, f"{temporary}/{plane}")
+            archive.write(f"{temporary}/{plane}", plane, compress_type=how)
         for name in USED_FILES:
             if name != "model.safetensors" and (folder / name).exists():
-                archive.write(folder / name, name)
+                archive.write(folder / name, name, compress_type=zipfile.ZIP_DEFLATED)
     destination.mkdir(parents=True, exist_ok=True)
     size, data, parts = int(mib * 2**20), whole.getvalue(), []
     for number, start in enumerate(range(0, len(data), size)):
@@ -142,6 +156,9 @@ def unpack(parts: Iterable[Path | bytes], folder: Path) -> None:
     whole = io.BytesIO(b"".join(p if isinstance(p, bytes) else p.read_bytes() for p in parts))
     folder.mkdir(parents=True, exist_ok=True)
     with zipfile.ZipFile(whole) as archive:
+        if PLANES[0] in archive.namelist():
+            high, low = (load_tensors(archive.read(plane)) for plane in PLANES)
+            save_file({n: _joined(high[n], low[n]) for n in high}, folder / "model.safetensors", {"format": "pt"})
         for member in archive.infolist():
             parent, _, name = member.filename.rpartition("/")
             if name in USED_FILES and not parent.endswith("Pooling"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,12 @@ def append(file: Path, record: dict[str, Any]) -> None:
 
 def read(file: Path) -> list[dict[str, Any]]:
     """The records of a file; none if it is not there."""
-    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    return list(_parsed(file, file.stat().st_mtime_ns, file.stat().st_size)) if file.exists() else []
+
+
+@lru_cache(maxsize=64)
+def _parsed(file: Path, *_version: int) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
 
 
 def rounded(content: Any) -> Any:

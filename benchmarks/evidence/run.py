@@ -1,11 +1,12 @@
 """Run the benchmarks: what is missing of a plan, several processes at a time, until the time is up.
 
     python -m benchmarks.evidence.run --model models/mpnet --data data check            # speed, and that it is right
-    python -m benchmarks.evidence.run --model models/mpnet --data data all --seeds 0 1 2 --seconds 3000
+    python -m benchmarks.evidence.run --model models/mpnet --data data all --seeds 0 1 2 --minutes 50
 
 `all` does these in turn, and any of them may be called alone:
 
     rates       choose a learning rate for each family of methods, on RTE, MRPC and CoLA whatever the --tasks
+    cells       train --methods with --k layers, each at a rate of its own that held-out rows choose, or at --rate
     rank        rank the layers of all tasks by all scores
     train       train and evaluate what some --questions compare
     samples     rank the layers from few samples (in `all` with the first seed)
@@ -29,7 +30,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.evidence import criteria, methods, records, tasks
+from benchmarks.evidence import cells, criteria, methods, records, tasks
 from benchmarks.evidence.jobs import Job, Place, kinds_of_labels
 from benchmarks.evidence.plans import (
     RANK_WEIGHT,
@@ -53,7 +54,9 @@ COMPARED = ("1", "6", "8")
 
 def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("command", choices=("check", "all", "rates", "rank", "train", "track", "samples", "cost"))
+    parser.add_argument(
+        "command", choices=("check", "all", "rates", "cells", "rank", "train", "track", "samples", "cost")
+    )
     parser.add_argument("--model", required=True, help="a folder, or a name on the hub")
     parser.add_argument("--data", type=Path, required=True, help="the folder with glue/ and superglue/")
     parser.add_argument("--results", type=Path, help=f"a folder; default: {RESULTS}/MODEL")
@@ -63,7 +66,10 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--scores", nargs="+", help="for rank; default: all")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--processes", type=int, nargs="+", default=[4], help="in all; several numbers for check")
-    parser.add_argument("--seconds", type=float, default=1e9)
+    parser.add_argument("--minutes", type=float, default=1e9, help="when to stop, from the start on")
+    parser.add_argument("--methods", nargs="+", default=[*cells.KINDS, "full", "lora-II"], help="for cells")
+    parser.add_argument("--k", type=int, nargs="+", help="for cells; default: 1, 3 and 5 of 12 layers")
+    parser.add_argument("--rate", type=float, help="for cells; default: the one that held-out rows choose")
     options = parser.parse_args(arguments)
     options.results = options.results or RESULTS / Path(options.model).name
     options.cache = options.cache / Path(options.model).name
@@ -136,6 +142,7 @@ def sizes(place: Place, task: str) -> dict[str, Any]:
     made, data = tasks.TASKS[task], place.read(task)
     counts = None if made.regression else data.validation.labels.bincount()
     return {
+        "revision": made.revision,
         **{name: len(getattr(data, name)) for name in ("train", "held_out", "validation")},
         "tokens": float(data.train.lengths.float().mean()),
         "epochs": made.epochs,
@@ -150,13 +157,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     until = time.monotonic()
     quiet()
     options = _arguments(arguments)
-    until += options.seconds
+    until += 60 * options.minutes
     device = "cuda" if torch.cuda.is_available() else "cpu"
     place = Place(options.model, options.data, options.results, options.cache, device)
-    for task in options.tasks:
+    rates = options.command in ("rates", "all") or (options.command == "cells" and not options.rate)
+    for task in dict.fromkeys((*RATE_TASKS, *options.tasks) if rates else options.tasks):
         place.read(task)  # into the cache, before several processes want it
     known = place.sizes()
-    if found := {task: sizes(place, task) for task in options.tasks if task not in known}:
+    if found := {
+        task: sizes(place, task)
+        for task in options.tasks
+        if not tasks.is_current({"task": task, **known.get(task, {"revision": 0})})
+    }:
         records.write(place.results / "tasks.json", known | found)
     if options.command == "check":
         check(place, options.processes)
@@ -171,11 +183,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
         wanted += [methods.resolve(plan, orders) for plan in layers]
         cost(place, list(dict.fromkeys(wanted)))
     else:
-        begun = 0
         with Pool(place, options.processes[0], until) as pool:
-            for jobs in filter(None, phases(place, options)):
-                begun += len(jobs)
-                pool.do(jobs)
+            if options.command == "cells":
+                names = cells.cell_names(options.methods, options.k or cells.default_counts(place.depth))
+                wanted = cells.Cells(place, names, options.tasks, options.seeds, options.rate)
+                begun = pool.do(more=wanted.jobs)
+            else:
+                begun = 0
+                for jobs in filter(None, phases(place, options)):
+                    begun += len(jobs)
+                    pool.do(jobs)
         if begun:
             print(f"results are in {place.results}")
         else:

@@ -7,7 +7,7 @@ import multiprocessing
 import os
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection, wait
 
@@ -109,28 +109,38 @@ class Pool:
         for worker in self.workers:
             worker.process.join()
 
-    def do(self, jobs: Sequence[Job]) -> None:
+    def do(self, jobs: Sequence[Job] = (), more: Callable[[Sequence[Job]], list[Job]] = lambda _: []) -> int:
         """Do jobs in their order until they are done or the time is up.
 
         A job is not begun if, judging by those done so far, it would not be done in time.
 
         Args:
             jobs: The jobs.
+            more: Asked for the jobs to do after those, given the ones that run or have failed, for each job anew.
+
+        Returns:
+            How many were done.
         """
-        if not self.processes:
-            for job in jobs:
-                do(self.place, job)
-            return
         began, queue, done = time.monotonic(), list(jobs), 0
+        failed: list[Job] = []
+        while not self.processes:
+            queue = queue or more(())
+            if not queue:
+                return done
+            do(self.place, queue.pop(0))
+            done += 1
         while True:
             left = self.until - time.monotonic()
             pace = sorted(self.paces)[len(self.paces) // 2] if self.paces else 0.0
             for worker in self.workers:
                 if worker.job is None:
-                    worker.job = next_job(queue, left / pace if pace else float("inf"))
-                    if worker.job is not None:
-                        worker.began = time.monotonic()
-                        worker.pipe.send(worker.job)
+                    most = left / pace if pace else float("inf")
+                    running = [other.job for other in self.workers if other.job is not None]
+                    worker.job = next_job(queue, most) or next_job(more(running + failed), most)
+                    if worker.job is None:
+                        break
+                    worker.began = time.monotonic()
+                    worker.pipe.send(worker.job)
             busy = [worker for worker in self.workers if worker.job is not None]
             if not busy or left <= 0:
                 break
@@ -147,12 +157,14 @@ class Pool:
                     self.paces.append(took / worker.job.weight)
                     worker.job = None
                     continue
+                failed.append(worker.job)
                 if error == OUT_OF_MEMORY:
                     queue += halves(worker.job)
                 worker.process.join()
                 number = self.workers.index(worker)
                 self.workers[number] = self._start(number)
-        print(f"{done} of {len(jobs)} jobs done after {time.monotonic() - began:.0f} s", flush=True)
+        print(f"{done} jobs done after {time.monotonic() - began:.0f} s, {len(failed)} failed", flush=True)
+        return done
 
 
 def next_job(queue: list[Job], most: float) -> Job | None:

@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedTokenizerFast
 
 from benchmarks.evidence import (
+    cells,
     criteria,
     findings,
     jobs,
@@ -118,6 +119,15 @@ def test_a_tenth_of_each_class_is_held_out_the_same_every_time(place):
     assert sorted([*kept, *held_out]) == list(range(100))
     assert train["label"].iloc[held_out].value_counts().to_dict() == {0: 7, 1: 3}
     assert [a.tolist() for a in tasks._cut(tasks.TASKS["cola"], train)] == [kept.tolist(), held_out.tolist()]
+
+
+def test_sentences_of_one_schema_stay_on_one_side():
+    said = [f"{n} is what {n}a {n}b {n}c {n}d {n}e and {word}" for n in WORDS for word in ("w", "w", "v", "u")]
+    train = pd.DataFrame({"sentence1": said, "label": 0})
+    kept, held_out = tasks._cut(tasks.TASKS["wnli"], train)
+    sides = [{text.split()[0] for text in train["sentence1"].iloc[side]} for side in (kept, held_out)]
+    assert not sides[0] & sides[1]
+    assert len(held_out) == len(said) // 10
 
 
 def test_rows_of_one_paragraph_stay_on_one_side():
@@ -490,6 +500,56 @@ def test_learning_rates_are_tried_with_nothing_in_the_cache(place, tmp_path, mon
     tried = {(method, rate) for job in begun for method, rate in zip(job.items, job.rates, strict=True)}
     assert {job.task for job in begun} == {"cola"}
     assert len(tried) == sum(map(len, methods.RATES.values()))
+
+
+def best_at(rate: float):
+    """What stands for training: the held-out metric falls with the distance from a rate."""
+
+    def train(place: jobs.Place, job: jobs.Job) -> None:
+        for tuning, tried in zip(job.items, job.rates, strict=True):
+            held_out = {"accuracy": -abs(np.log(tried / rate)), "loss": 0.0}
+            record = {"task": job.task, "tuning": tuning, "rate": tried, "seed": job.seed, "metric": "accuracy"}
+            records.append(place.runs_file(job.task), record | {"held_out": held_out})
+
+    return train
+
+
+@pytest.mark.parametrize("best", [5e-5, 1e-4, 1e-3, 1e-5])
+def test_the_rate_of_a_cell_has_a_worse_one_on_either_side(place, tmp_path, monkeypatch, best):
+    for module in (cells, run):
+        monkeypatch.setattr(module, "RATE_TASKS", ("cola", "rte"))
+    monkeypatch.setitem(jobs.JOBS, "train", best_at(best))
+    called = ("cells", "--methods", "last", "spread", "full", "--k", "2", "--results", str(tmp_path))
+    call(place, *called, "--seeds", "0", "1")
+    for tuning in ("layers-4.5", "layers-1.4", "full"):
+        runs = [r for r in records.read(tmp_path / "runs/cola.jsonl") if r["tuning"] == tuning]
+        tried = {r["rate"] for r in runs if r["seed"] == 0}
+        assert min(tried) < best < max(tried)
+        other = [r["rate"] for name in ("cola", "copa") for r in records.read(tmp_path / f"runs/{name}.jsonl")
+                 if (r["tuning"], r["seed"]) == (tuning, 1)]  # fmt: skip
+        assert other == [best, best]
+        assert [r["rate"] for r in records.read(tmp_path / "runs/copa.jsonl") if r["tuning"] == tuning] == [best, best]
+    before = {file: file.read_bytes() for file in tmp_path.rglob("*.jsonl")}
+    call(place, *called, "--seeds", "0", "1")
+    assert {file: file.read_bytes() for file in tmp_path.rglob("*.jsonl")} == before
+
+
+def test_one_cell_is_one_command(place, tmp_path, monkeypatch):
+    monkeypatch.setitem(tasks.TASKS, "copa", replace(tasks.TASKS["copa"], epochs=1, revision=3))
+    records.append(tmp_path / "runs/copa.jsonl", {"task": "copa", "tuning": "layers-5", "rate": 1e-3, "seed": 0})
+    options = ("--results", str(tmp_path), "--cache", str(tmp_path / "cache"))
+    call(place, "cells", "--methods", "fisher", "--k", "1", "--rate", "1e-3", "--tasks", "copa", *options)
+    (ranked,) = [r for r in records.read(tmp_path / "rankings.jsonl") if r["task"] == "copa"]
+    *_, run_ = records.read(tmp_path / "runs/copa.jsonl")
+    assert (run_["tuning"], run_["rate"], run_["revision"]) == (f"layers-{ranked['order'][0]}", 1e-3, 3)
+    assert not (tmp_path / "runs/cola.jsonl").exists()
+
+
+def test_jobs_that_fail_are_not_begun_again(tmp_path):
+    place = jobs.Place("", tmp_path, tmp_path, tmp_path, "cpu")
+    job = jobs.Job("train", "nothing of that name", 0, ("full",), (1.0,))
+    with scheduler.Pool(place, 1) as pool:
+        assert pool.do(more=lambda busy: [] if busy else [job]) == 0
 
 
 def test_results_do_not_go_to_those_of_the_documentation(monkeypatch):

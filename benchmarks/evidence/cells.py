@@ -1,0 +1,191 @@
+"""Cells: a method, how many layers it tunes, and a learning rate of its own, chosen on held-out rows.
+
+Rates are tried on a ladder (1, 2, 5, 10, ...; for LoRA 1, 3, 10, ...) with the first seed on `RATE_TASKS`, until the
+one with the best held-out mean has a worse one on either side: the edge is never the answer. The other tasks and seeds
+are run with that rate.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from benchmarks.evidence import criteria, methods
+from benchmarks.evidence.jobs import RANDOM_DRAWS, Job, Place
+from benchmarks.evidence.plans import RATE_TASKS, alternate, train_jobs, weight
+
+
+KINDS = ("last", "fisher", "alternate", "middle", "spread", "random")
+"""Ways to choose k layers; anything else is a method without a k, such as `full` and `lora-II`."""
+LADDERS = {"layers": (1, 2, 5), "full": (1, 2, 5)}
+LADDER = (1, 3)
+FEW_LAYERS = (1e-4, 2e-4, 5e-4)
+"""Where the search begins for a single layer."""
+
+Run = tuple[str, str, float]
+"""A task, a method with its layers, and a rate."""
+
+
+def cell_names(chosen: Sequence[str], counts: Sequence[int]) -> list[str]:
+    """The cells of some methods: `last` with 1 and 3 layers is `last:1` and `last:3`."""
+    found = [[f"{name}:{k}" for k in counts] if name in KINDS else [name] for name in chosen]
+    return [cell for cells in found for cell in cells]
+
+
+def default_counts(depth: int) -> list[int]:
+    """1, 3 and 5 layers of 12, of other depths as large a part."""
+    return sorted({methods.part(k, depth) for k in (1, 3, 5)})
+
+
+def fixed_orders(depth: int) -> dict[str, Sequence[int]]:
+    """The choices that look at nothing."""
+    middle = sorted(range(depth), key=criteria.nearness_to_middle(depth).__getitem__, reverse=True)
+    return {"last": range(depth)[::-1], "first": range(depth), "middle": middle, "alternate": alternate(depth)}
+
+
+def draws(cell: str) -> list[str]:
+    """The plans of a cell: several for random layers."""
+    if not cell.startswith("random:"):
+        return [cell]
+    return [cell.replace("random", f"random{draw}") for draw in range(RANDOM_DRAWS)]
+
+
+def neighbour(rate: float, up: bool, ladder: Sequence[int]) -> float:
+    """The next rate on a ladder.
+
+    Example:
+
+        >>> neighbour(2e-4, True, (1, 2, 5)), neighbour(1e-4, False, (1, 3))
+        (0.0005, 3e-05)
+    """
+    power = math.floor(math.log10(rate) + 1e-9)
+    rungs = [float(f"{rung}e{power + shift}") for shift in (-1, 0, 1) for rung in ladder]
+    beyond = [r for r in rungs if (r > 1.01 * rate if up else r < 0.99 * rate)]
+    return min(beyond) if up else max(beyond)
+
+
+def search(values: Mapping[float, float], start: Sequence[float], ladder: Sequence[int]) -> tuple[float, list[float]]:
+    """The best rate so far, and those still to be tried before it counts as chosen.
+
+    Args:
+        values: The held-out mean of each rate tried.
+        start: Where to begin.
+        ladder: The first digits of the rates.
+
+    Returns:
+        A rate (the smallest of equal ones; NaN before all of `start` are tried), and the rates to try; none if it has
+        a worse one on either side.
+    """
+    if missing := [rate for rate in start if rate not in values]:
+        return math.nan, missing
+    best = max(sorted(values), key=values.__getitem__)
+    beside = [neighbour(best, up, ladder) for up in (False, True)]
+    return best, [rate for rate in beside if rate not in values]
+
+
+class Cells:
+    """What the cells need next.
+
+    Args:
+        place: Where everything is.
+        names: The cells.
+        chosen: The tasks, beside those for choosing rates.
+        seeds: The seeds; rates are chosen with the first.
+        rate: The rate of all; None to choose one for each.
+    """
+
+    def __init__(
+        self,
+        place: Place,
+        names: Sequence[str],
+        chosen: Sequence[str],
+        seeds: Sequence[int],
+        rate: float | None = None,
+    ):
+        self.place, self.names, self.chosen, self.seeds, self.rate = place, names, chosen, seeds, rate
+        self.fixed = fixed_orders(place.depth)
+        self.every_task = dict.fromkeys(chosen if rate else (*RATE_TASKS, *chosen))
+
+    def missing_rankings(self, busy: Iterable[Job]) -> list[Job]:
+        """Rankings without which some cells have no layers."""
+        plans = [plan.split(":")[0] for cell in self.names for plan in draws(cell) if ":" in plan]
+        scores = [name for name in dict.fromkeys(plans) if name not in self.fixed and name != "spread"]
+        ranked = {(job.task, job.seed) for job in busy if job.kind == "rank"}
+        jobs = []
+        for seed in self.seeds:
+            for task in self.every_task:
+                missing = tuple(s for s in scores if s not in self.place.rankings(task, seed))
+                if missing and (task, seed) not in ranked:
+                    jobs.append(Job("rank", task, seed, missing, weight=weight(self.place, task, 1)))
+        return jobs
+
+    def jobs(self, busy: Sequence[Job] = ()) -> list[Job]:
+        """The jobs that can be begun now, the most urgent first.
+
+        Args:
+            busy: Jobs that run or have failed, which are left out.
+        """
+        ranking = self.missing_rankings(busy)
+        seed, *_ = self.seeds
+        orders = {(t, s): self.fixed | self._ranked(t, s) for s in self.seeds for t in self.every_task}
+        done = {task: self.place.runs(task) for task in self.every_task}
+        urgent: list[Run] = []
+        later: dict[tuple[int, int], list[Run]] = {}
+        for cell in self.names:
+            rate, untried = (self.rate, []) if self.rate else self.chosen_rate(cell, done, orders)
+            urgent += [
+                run for other in untried for run in self._runs(draws(cell)[:1], RATE_TASKS, other, orders, seed)
+            ]
+            if untried or rate is None:
+                continue
+            for number, s in enumerate(self.seeds):
+                for draw, plan in enumerate(draws(cell)):
+                    runs = self._runs([plan], self.chosen, rate, orders, s)
+                    later.setdefault((number, draw > 0), []).extend(runs)
+        found = self._train(urgent, seed, busy)
+        for (number, _), runs in sorted(later.items()):
+            found += self._train(runs, self.seeds[number], busy)[::-1]  # short ones first: the time may run out
+        return ranking + found
+
+    def _ranked(self, task: str, seed: int) -> dict[str, Sequence[int]]:
+        return {score: ranking["order"] for score, ranking in self.place.rankings(task, seed).items()}
+
+    def chosen_rate(
+        self, cell: str, done: Mapping[str, Mapping[tuple, dict]], orders: Any
+    ) -> tuple[float, list[float]]:
+        """The rate of a cell, and those still to be tried; see `search`."""
+        plan, seed = draws(cell)[0], self.seeds[0]
+        try:
+            tunings = {task: methods.resolve(plan, orders[task, seed]) for task in RATE_TASKS}
+        except KeyError:
+            return math.nan, []
+        values = {}
+        for rate in {rate for task in RATE_TASKS for tuning, rate, s in done[task] if tuning == tunings[task]}:
+            runs = [done[task].get((tunings[task], rate, seed)) for task in RATE_TASKS]
+            if all(runs):
+                values[rate] = float(np.mean([run["held_out"][run["metric"]] for run in runs]))
+        family = methods.family(tunings[RATE_TASKS[0]])
+        start = FEW_LAYERS if cell.endswith(":1") else methods.RATES[family]
+        return search(values, start, LADDERS.get(family, LADDER))
+
+    def _runs(self, plans: Sequence[str], chosen: Sequence[str], rate: float, orders: Any, seed: int) -> list[Run]:
+        found = []
+        for task in chosen:
+            for plan in plans:
+                try:
+                    found.append((task, methods.resolve(plan, orders[task, seed]), rate))
+                except KeyError:  # not ranked yet
+                    continue
+        return found
+
+    def _train(self, runs: Sequence[Run], seed: int, busy: Sequence[Job]) -> list[Job]:
+        taken = {
+            (job.task, tuning, rate)
+            for job in busy
+            if (job.kind, job.seed) == ("train", seed)
+            for tuning, rate in zip(job.items, job.rates, strict=True)
+        }
+        return train_jobs(self.place, [run for run in dict.fromkeys(runs) if run not in taken], seed)
