@@ -48,6 +48,13 @@ class Batch:
         }
         return Batch(inputs, (*self.index, self.index[0]))
 
+    def repeated(self, times: int) -> Batch:
+        """A batch of so many copies of its only sample."""
+        inputs = {
+            k: torch.cat([v] * times) if isinstance(v, Tensor) and v.dim() else v for k, v in self.inputs.items()
+        }
+        return Batch(inputs, self.index * times)
+
     def to(self, device: torch.device) -> Batch:
         """The same batch on another device."""
         inputs = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in self.inputs.items()}

@@ -106,9 +106,10 @@ class Guard:
         def rows() -> Rows:
             return self.runner.rows(alone, objective)
 
-        def twice() -> Rows:  # for PyTorch's batch normalisation, whose gradient may be wrong for a batch of one
-            again = objective.twice() if isinstance(objective, TaskObjective) else objective
-            values, counts = self.runner.rows(alone.with_copy(), again)
+        def repeated() -> Rows:  # for PyTorch's batch normalisation may get the gradient wrong for a batch of one
+            times = 2 if len(batch) > 3 else 5  # not as many as in the batch, whose number is to make no difference
+            again = objective.repeated(times) if isinstance(objective, TaskObjective) else objective
+            values, counts = self.runner.rows(alone.repeated(times), again)
             return Rows(values[:, :1], counts[:1])
 
         found = {key: watch.squares for key, watch in watches.items()}
@@ -116,15 +117,14 @@ class Guard:
         wrong = self._find_wrong(found, expected)
         if wrong is not None and self._find_wrong(autograd_squares(rows, parameters), expected):
             logger.warning("The model's outputs are random in evaluation mode too, so that its Fisher is as well.")
-        elif wrong is not None and self._find_wrong(found, of_two := autograd_squares(twice, parameters)):
+        elif wrong is not None and self._find_wrong(found, of_copies := autograd_squares(repeated, parameters)):
             by_hooks = self._listen(alone, rows, parameters)
             wrong_alone = self._find_wrong(by_hooks, expected)
-            if not wrong_alone or not self._find_wrong(by_hooks, of_two):
-                raise DependsOnBatch(
-                    f"by itself the gradient of sample {self.sample} of the draw is another, in {wrong}"
-                )
+            if wrong_alone is None or self._find_wrong(by_hooks, of_copies) is None:
+                reason = f"by itself the gradient of sample {self.sample} of the draw is another, in {wrong}"
+                raise DependsOnBatch(reason)
             raise ValueError(
-                f"The gradient of sample {self.sample} of the draw is not that of plain autograd, in {wrong_alone}. "
+                f"The gradient of sample {self.sample} of the draw is not that of autograd, in {wrong_alone}. "
                 "Use engine='loop', and please report this model; verify=False leaves out this check."
             )
         self._checked |= {_kind(target) for target in self._watched}

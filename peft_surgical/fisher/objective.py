@@ -149,9 +149,9 @@ class TaskObjective:
         n = batch.index.index(sample)
         return replace(self, drawn=drawn[:, n, valid[n]])
 
-    def twice(self) -> TaskObjective:
-        """The objective of a batch of that sample and a copy."""
-        return self if self.drawn is None else replace(self, drawn=self.drawn.repeat(1, 2))
+    def repeated(self, times: int) -> TaskObjective:
+        """The objective of a batch of so many copies of that sample."""
+        return self if self.drawn is None else replace(self, drawn=self.drawn.repeat(1, times))
 
     def _check_exact(self, distribution: Distribution, valid: Tensor) -> None:
         advice = "Use labels='sampled' with draws=..., whose mean over many draws is the same."
