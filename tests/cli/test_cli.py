@@ -10,9 +10,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch.distributed as dist
 import typer
 from datasets import Dataset
 from distributed.launch import free_port
+from forks import run_forked
 from tiny_task import make_rows, save_base, save_data
 from typer.testing import CliRunner
 
@@ -70,13 +72,6 @@ def test_help_names_the_commands_and_their_defaults(run):
         ("--samples", "100"),
     ):
         assert f"[default: {default}]" in words.split(option, 1)[1][:200], option
-
-
-def test_the_module_runs_as_a_program():
-    done = subprocess.run(
-        [sys.executable, "-m", "peft_surgical.cli", "rank", "--help"], capture_output=True, text=True, check=True
-    )
-    assert "Rank a model's layers" in done.stdout
 
 
 # where the package and the console script's module lie, in a checkout and installed
@@ -144,26 +139,27 @@ def test_help_texts_list_the_values_that_there_are(run):
     assert listed(words, "How tensors are written: ", ".") == {"values", *ENCODINGS}
 
 
+def say_whether_the_process_group_ends(arguments: list[str]) -> None:
+    start, started = dist.init_process_group, []
+
+    def init_process_group(*args, **kwargs):
+        start(*args, **kwargs)
+        started.append(dist.is_initialized())
+
+    dist.init_process_group = init_process_group
+    result = CliRunner().invoke(app, arguments)
+    print(result.exit_code, started, dist.is_initialized())
+
+
 @pytest.mark.parametrize(("method", "code"), [("head", 0), ("magic", 2)])
 def test_the_process_group_of_a_command_ends_with_it(base, data, tmp_path, method, code):
     """One that is left open lets threads run while Python ends, which now and then crash the process."""
-    script = """
-import sys
-import torch.distributed as dist
-from typer.testing import CliRunner
-from peft_surgical.cli import app
-
-start, started = dist.init_process_group, []
-dist.init_process_group = lambda *a, **k: (start(*a, **k), started.append(dist.is_initialized()))
-result = CliRunner().invoke(app, sys.argv[1:])
-print(result.exit_code, started, dist.is_initialized())
-"""
     settings = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-    settings |= {"MASTER_PORT": str(free_port()), "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", script, "train", "--model", base, "--data", data, "--method", method]
+    settings |= {"MASTER_PORT": str(free_port()), "ACCELERATE_USE_CPU": "true"}
+    command = ["train", "--model", base, "--data", data, "--method", method]
     command += ["--max-steps", "1", "--output", str(tmp_path / "out")]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **settings}, check=True)
-    assert done.stdout.splitlines()[-1] == f"{code} [True] False"
+    done = run_forked(say_whether_the_process_group_ends, command, env=settings)
+    assert done.output.splitlines()[-1] == f"{code} [True] False"
 
 
 @pytest.mark.parametrize(

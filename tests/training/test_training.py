@@ -5,13 +5,12 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from datasets import Dataset
+from forks import run_forked
 from peft import PeftModel
 from safetensors.torch import load_file
 from tiny_task import LABELS, make_rows, save_base, save_data
@@ -223,20 +222,16 @@ def test_the_same_job_gives_the_same_weights(job, tmp_path):
     assert same(weights(tmp_path / "one"), weights(tmp_path / "other"))
 
 
-KILLED = """
-import os, signal, sys
-from transformers import TrainerCallback
-from peft_surgical.training import TrainingJob, TrainingRun
-
 class Kill(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
         if state.global_step == 6:
             os.kill(os.getpid(), signal.SIGKILL)
 
-run = TrainingRun(TrainingJob(**{options}), callbacks=[Kill()])
-run.rank()
-run.fit()
-"""
+
+def run_until_killed(job: TrainingJob) -> None:
+    run = TrainingRun(job, callbacks=[Kill()])
+    run.rank()
+    run.fit()
 
 
 @pytest.mark.parametrize("method", ["surgical", "full"])
@@ -244,9 +239,7 @@ def test_a_run_that_was_killed_goes_on_to_the_same_weights(job, tmp_path, method
     options = {"method": method, "epochs": 3} | ({"top_k": 2, "samples": 20} if method == "surgical" else {})
     whole = train(job(output=str(tmp_path / "whole"), **options))
     asked = job(output=str(tmp_path / "killed"), **options)
-    fields = {name: value for name, value in vars(asked).items() if value is not None}
-    code = subprocess.run([sys.executable, "-c", KILLED.format(options=fields)], check=False).returncode
-    assert code == -signal.SIGKILL
+    assert run_forked(run_until_killed, asked).code == -signal.SIGKILL
     assert not Path(asked.output, "metrics.json").exists()
     monkeypatch.setattr(prepare_module, "rank_layers", lambda *a, **k: pytest.fail("ranked again"))
     resumed = train(asked, resume=True)
@@ -425,25 +418,6 @@ def test_the_code_on_the_card_runs(job, tmp_path, monkeypatch, method, capsys):
     tokenizer = load_tokenizer(str(tmp_path / "out") if method == "full" else scope["base"].config._name_or_path)
     ours = load_trained("out", json.loads(Path("out/job.json").read_text())["model"], LABELS, tokenizer)
     assert torch.equal(scope["logits"], ours(**tokenizer("A text", return_tensors="pt")).logits)
-
-
-# several processes
-
-
-def test_two_processes_train_as_one_and_write_once(job, tmp_path):
-    """The first process alone speaks and writes, and all take its ranking."""
-    asked = job(method="surgical", top_k=1, samples=20, epochs=1, batch_size=4)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    command += ["-m", "peft_surgical.cli", "train"]
-    command += ["--model", asked.model, "--data", asked.data, "--output", asked.output, "--method", "surgical"]
-    command += ["--top-k", "1", "--samples", "20", "--epochs", "1", "--batch-size", "4"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.count("Saved in") == 1
-    results = json.loads(Path(asked.output, "metrics.json").read_text())
-    assert results["training"]["steps"] == 7  # 54 rows by 2 processes by 4
-    assert evaluate(asked.output).metrics["accuracy"] == results["evaluation"]["accuracy"]
 
 
 def test_a_callback_sees_the_run(job):
