@@ -18,7 +18,7 @@ from transformers import TrainerState
 from peft_surgical import __version__
 from peft_surgical.ranking.ranking import LayerRanking
 from peft_surgical.training.data import Parts, Task
-from peft_surgical.training.job import JOB_FILE, TrainingJob
+from peft_surgical.training.job import JOB_FILE, TrainingJob, check_writable
 from peft_surgical.training.methods import METHODS
 
 
@@ -44,6 +44,7 @@ def check_folder(job: TrainingJob, *, resume: bool = False, overwrite: bool = Fa
     folder = Path(job.output)
     if resume and overwrite:
         raise ValueError("--resume goes on with what is in the folder and --overwrite empties it. Drop one.")
+    check_writable("--output", folder)
     if not folder.exists() or not any(folder.iterdir()):
         return
     if not (folder / JOB_FILE).exists():
@@ -124,6 +125,7 @@ def make_results(
         },
         "selection": selection,
         "training": {"rows": parts.train_name, "samples": len(parts.train), "steps": state.global_step},
+        "majority": majority(parts.evaluation, task.labels),
         **measured,
         "files": {file.name: file.stat().st_size for file in sorted(Path(job.output).glob("*.safetensors"))},
         "history": _history(state.log_history),
@@ -155,7 +157,6 @@ def write_model_card(
     wanted = f"the classes {', '.join(task['labels'])}" if task["labels"] else "an amount"
     columns = " and ".join(f"`{column}`" for column in task["text_columns"])
     trained, total = results["parameters"]["trained"], results["parameters"]["total"]
-    percent = 100 * trained / total
     layers = describe_layers(results)
     notes = ""
     if parts.optimistic:
@@ -178,7 +179,7 @@ def write_model_card(
 `{job.model}`, tuned by the method *{job.method}* ({METHODS[job.method].about}) to tell {wanted} from {columns} of \
 `{job.data}`.
 
-Trained: {trained:,} of {total:,} parameters ({percent:.3g}%){f", in the layers: {layers}" if layers else ""}.
+Trained: {trained:,} of {total:,} parameters ({share(trained, total)}){f", in the layers: {layers}" if layers else ""}.
 
 ## Results
 
@@ -187,6 +188,8 @@ Measured on {evaluation["samples"]:,} rows: {evaluation["rows"]}.
 | {" | ".join(metrics)} |
 |{" ---: |" * len(metrics)}
 | {" | ".join(f"{value:.4f}" for value in metrics.values())} |
+
+{describe_majority(results["majority"])}
 
 Trained on {training["samples"]:,} {training["rows"]}. {describe_selection(results)}{notes}
 
@@ -217,6 +220,14 @@ def describe_selection(results: dict[str, Any]) -> str:
         f"The checkpoint with the best {selection['metric']}{best} was taken, measured on {selection['samples']:,} "
         f"rows: {selection['rows']}."
     )
+
+
+def describe_majority(majority: dict[str, Any] | None) -> str:
+    """What is reached by always saying the most frequent class, in a sentence; nothing for regression."""
+    if majority is None:
+        return ""
+    metrics = ", ".join(f"{name} {value:.4f}" for name, value in majority.items() if name not in ("label", "share"))
+    return f"Always '{majority['label']}', the class of {share(majority['share'], 1)} of these rows, has {metrics}."
 
 
 def describe_layers(results: dict[str, Any]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -183,6 +184,30 @@ def compute_metrics(outputs: Any, targets: Any) -> dict[str, float]:
     if np.issubdtype(targets.dtype, np.floating):
         return _compare_amounts(outputs.reshape(len(targets)), targets)
     return _compare_classes(outputs.argmax(-1), targets, classes=outputs.shape[-1])
+
+
+def majority(data: Dataset, labels: Sequence[str]) -> dict[str, Any] | None:
+    """What the metrics are of a model that always says the most frequent class; None for regression.
+
+    Args:
+        data: The rows, as `Task` has them.
+        labels: Names of the classes.
+
+    Returns:
+        Its `label`, its `share` of the rows, and the metrics.
+
+    Example:
+
+        >>> majority(Dataset.from_dict({"labels": [1, 1, 1, 0]}), ["bad", "good"])["share"]
+        0.75
+    """
+    if not labels:
+        return None
+    targets = np.asarray(data["labels"][:])
+    counts = np.bincount(targets, minlength=len(labels))
+    best = int(counts.argmax())
+    metrics = _compare_classes(np.full_like(targets, best), targets, len(labels))
+    return {"label": labels[best], "share": float(counts[best] / len(targets)), **metrics}
 
 
 def require_metrics() -> None:

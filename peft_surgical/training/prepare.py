@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,12 +13,16 @@ from datasets import Dataset
 from peft import PeftModel, TaskType
 from torch import nn
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, DataCollatorWithPadding, set_seed
+from transformers.integrations import get_available_reporting_integrations
 
 from peft_surgical.distributed import this_process
+from peft_surgical.fisher.objective import LABEL_MODES
 from peft_surgical.methods.heads import head_names
 from peft_surgical.ranking.rank import LayerRanking, rank_layers
+from peft_surgical.ranking.scores import AGGREGATIONS, find_score
 from peft_surgical.training.data import Parts, Task, read_splits, split_rows
-from peft_surgical.training.job import TrainingJob
+from peft_surgical.training.job import TrainingJob, flag
+from peft_surgical.training.methods import METHODS
 from peft_surgical.training.tasks import encode, make_task
 
 
@@ -45,11 +50,12 @@ class Prepared:
 
 
 def prepare(job: TrainingJob) -> Prepared:
-    """Read the data and load the model of a job.
+    """Read the data and load the model of a job, whose options are checked first.
 
     Raises:
-        ValueError: The data or the model cannot be read or do not fit together.
+        ValueError: An option is not allowed; or the data or the model cannot be read or do not fit together.
     """
+    _check_options(job)
     with this_process().main_process_first():
         task = make_task(
             read_splits(job.data, subset=job.subset, encoding=job.encoding),
@@ -57,12 +63,32 @@ def prepare(job: TrainingJob) -> Prepared:
             label_column=job.label_column,
             kind=job.task,
         )
+        job.metric_for(task.kind)
         parts = split_by_use(task, job)
     tokenizer = load_tokenizer(job.model)
     model, head = load_classifier(job.model, task.labels, tokenizer, seed=job.seed, dtype=job.dtype)
     train = encode(parts.train, tokenizer, max_length(job, tokenizer, model))
     model.to(this_process().device)
     return Prepared(task, parts, train, tokenizer, model, head, DataCollatorWithPadding(tokenizer))
+
+
+def _check_options(job: TrainingJob) -> None:
+    """Check what the job itself could not without loading libraries."""
+    METHODS[job.method].check(job.method_options, None)
+    find_score(job.score)
+    for name, allowed in (("fisher_labels", LABEL_MODES), ("aggregation", AGGREGATIONS)):
+        if getattr(job, name) not in allowed:
+            raise ValueError(f"{flag(name)} {getattr(job, name)}: allowed are {', '.join(allowed)}.")
+    if job.ranking is not None:
+        LayerRanking.load(job.ranking)
+    if job.report_to not in (None, "all", "none", *(installed := get_available_reporting_integrations())):
+        raise ValueError(f"--report-to {job.report_to}: installed are {', '.join(installed) or 'none'}.")
+    try:
+        codecs.lookup(job.encoding)
+    except LookupError as error:
+        raise ValueError(f"--encoding: {error}, such as utf-8 or latin-1.") from None
+    if job.fp16 and this_process().device.type == "cpu":
+        raise ValueError("--fp16 needs a GPU. Drop it, or use --bf16.")
 
 
 def split_by_use(task: Task, job: TrainingJob) -> Parts:

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import ProgressCallback, TrainerCallback, TrainingArguments
 
 from peft_surgical.distributed import this_process
-from peft_surgical.layers import choose_stack, find_stacks
+from peft_surgical.layers import find_stacks
 from peft_surgical.ranking.rank import LayerRanking
 from peft_surgical.training.card import (
     CHECKPOINTS,
@@ -26,7 +26,7 @@ from peft_surgical.training.card import (
     write_model_card,
 )
 from peft_surgical.training.evaluation import make_trainer, require_metrics, shared_arguments
-from peft_surgical.training.job import METRICS, TrainingJob
+from peft_surgical.training.job import TrainingJob
 from peft_surgical.training.methods import METHODS
 from peft_surgical.training.prepare import max_length, prepare, rank
 from peft_surgical.training.tasks import encode
@@ -89,19 +89,11 @@ class TrainingRun:
         self.folder = Path(job.output)
         self.callbacks = callbacks
         self.resume = resume
-        method = METHODS[job.method]
-        method.check(job.method_options, None)
         require_metrics()
         check_folder(job, resume=resume, overwrite=overwrite)
         self.prepared = prepare(job)
-        self.metric = job.metric or METRICS[self.prepared.task.kind][0]
-        allowed = (*METRICS[self.prepared.task.kind], "loss")
-        if self.metric not in allowed:
-            raise ValueError(
-                f"--metric {self.metric}: for {self.prepared.task.kind} allowed are {', '.join(allowed)}."
-            )
-        _check_top_k(job, self.prepared.model)
-        method.check(job.method_options, self.prepared.model)
+        self.metric = job.metric_for(self.prepared.task.kind)
+        METHODS[job.method].check(job.method_options, self.prepared.model)
         self.total_parameters = sum(p.numel() for p in self.prepared.model.parameters())
         self.ranking: LayerRanking | None = None
         self.seconds: dict[str, float] = {}
@@ -262,15 +254,6 @@ def _warmup_steps(job: TrainingJob, samples: int) -> int:
     per_step = job.batch_size * job.gradient_accumulation * this_process().num_processes
     steps = job.max_steps if job.max_steps > 0 else job.epochs * -(-samples // per_step)
     return round(job.warmup * steps)
-
-
-def _check_top_k(job: TrainingJob, model: nn.Module) -> None:
-    if job.top_k is not None:
-        stack = choose_stack(model, job.stack)
-        if not 1 <= job.top_k <= len(stack):
-            raise ValueError(
-                f"--top-k {job.top_k}: {stack.name} has {len(stack)} layers; allowed are 1 to {len(stack)}."
-            )
 
 
 def tuned_layers(model: nn.Module) -> dict[str, list[int]]:
