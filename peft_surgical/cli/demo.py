@@ -16,7 +16,8 @@ from rich.padding import Padding
 from rich.table import Table
 
 from peft_surgical.cli import demo_data
-from peft_surgical.cli.common import share, size
+from peft_surgical.cli.common import size
+from peft_surgical.training.job import check_writable, share
 
 
 if TYPE_CHECKING:
@@ -70,6 +71,7 @@ def demo(
 
 def _open(folder: Path) -> None:
     """Empty the folder of an earlier demo."""
+    check_writable("--output", folder)
     if folder.exists() and any(folder.iterdir()):
         if not (folder / MARKER).exists():
             raise ValueError(f"--output {folder} holds files that were not written by the demo. Choose another one.")

@@ -18,7 +18,7 @@ from transformers import TrainerState
 from peft_surgical import __version__
 from peft_surgical.ranking.ranking import LayerRanking
 from peft_surgical.training.data import Parts, Task
-from peft_surgical.training.job import JOB_FILE, TrainingJob, check_writable
+from peft_surgical.training.job import JOB_FILE, TrainingJob, check_writable, share
 from peft_surgical.training.methods import METHODS
 
 
@@ -125,7 +125,6 @@ def make_results(
         },
         "selection": selection,
         "training": {"rows": parts.train_name, "samples": len(parts.train), "steps": state.global_step},
-        "majority": majority(parts.evaluation, task.labels),
         **measured,
         "files": {file.name: file.stat().st_size for file in sorted(Path(job.output).glob("*.safetensors"))},
         "history": _history(state.log_history),

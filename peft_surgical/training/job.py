@@ -281,6 +281,18 @@ def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+def share(part: float, whole: float) -> str:
+    """A share in percent, with two significant digits.
+
+    Example:
+
+        >>> share(770, 22_713_986), share(1, 3), share(4, 3)
+        ('0.0034%', '33%', '133%')
+    """
+    percent = 100 * part / whole
+    return f"{percent:.2g}%" if percent < 99.5 else f"{percent:.0f}%"
+
+
 def check_writable(option: str, path: str | Path, endings: Collection[str] = ()) -> None:
     """Make sure that a file or folder can be written later on.
 

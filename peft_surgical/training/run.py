@@ -25,7 +25,7 @@ from peft_surgical.training.card import (
     write_json,
     write_model_card,
 )
-from peft_surgical.training.evaluation import make_trainer, require_metrics, shared_arguments
+from peft_surgical.training.evaluation import majority, make_trainer, require_metrics, shared_arguments
 from peft_surgical.training.job import TrainingJob
 from peft_surgical.training.methods import METHODS
 from peft_surgical.training.prepare import max_length, prepare, rank
@@ -95,6 +95,7 @@ class TrainingRun:
         self.metric = job.metric_for(self.prepared.task.kind)
         METHODS[job.method].check(job.method_options, self.prepared.model)
         self.total_parameters = sum(p.numel() for p in self.prepared.model.parameters())
+        self.majority = majority(self.prepared.parts.evaluation, self.prepared.task.labels)
         self.ranking: LayerRanking | None = None
         self.seconds: dict[str, float] = {}
         if this_process().is_main_process:
@@ -167,6 +168,7 @@ class TrainingRun:
             self.trainer.state,
             self.metric,
             measured,
+            majority=self.majority,
             layers=self.tuned_layers,
             parameters={"total": self.total_parameters, "trained": self.trained_parameters},
             seconds={name: round(value, 2) for name, value in self.seconds.items()},
