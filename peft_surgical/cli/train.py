@@ -104,8 +104,13 @@ def _show_end(console: Console, job: TrainingJob, results: dict[str, Any]) -> No
     from peft_surgical.training.card import describe_layers, describe_selection
 
     evaluation = dict(results["evaluation"])
-    show_metrics(console, count=evaluation.pop("samples"), rows=evaluation.pop("rows"), metrics=evaluation,
-                 majority=results["majority"])
+    show_metrics(
+        console,
+        count=evaluation.pop("samples"),
+        rows=evaluation.pop("rows"),
+        metrics=evaluation,
+        majority=results["majority"],
+    )
     trained, total = results["parameters"]["trained"], results["parameters"]["total"]
     rows = [
         ("Chosen", describe_selection(results)),

@@ -113,7 +113,9 @@ class TrainingJob:
     ] = ()
     lora_r: Annotated[int | None, _METHOD("Rank of LoRA. Default: lora 8, spafit 64.", positive=True)] = None
     lora_alpha: Annotated[int | None, _METHOD("Scale of LoRA. Default: lora 16, spafit 128.", positive=True)] = None
-    lora_dropout: Annotated[float | None, _METHOD("Dropout in LoRA. Default: lora 0.1, spafit 0.", fraction=True)] = None
+    lora_dropout: Annotated[float | None, _METHOD("Dropout in LoRA. Default: lora 0.1, spafit 0.", fraction=True)] = (
+        None
+    )
     ranking: Annotated[str | None, _RANKING("A saved ranking to use in place of a new one.")] = None
     samples: Annotated[int, _RANKING("Training rows to rank the layers on.", positive=True)] = 100
     score: Annotated[str, _RANKING("What the layers are ranked by: fisher, or another registered score.")] = "fisher"

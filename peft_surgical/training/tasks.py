@@ -53,8 +53,8 @@ def make_task(
         The task.
 
     Raises:
-        ValueError: The columns or the kind cannot be told, a label is unknown, there are fewer than two classes, or the
-            label is neither a class nor a number, such as a list of several.
+        ValueError: The columns or the kind cannot be told, a label is unknown, there are fewer than two classes, or
+            a label is neither a class nor a number, such as a list of several.
 
     Example:
 

@@ -294,6 +294,48 @@ def test_predictions_to_an_unknown_format_are_refused_before_anything_is_compute
     assert "allowed are files ending in .csv, .jsonl, .parquet" in flat(words)
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["rank", "--model", "m", "--data", "d", "--output", "no/r.json"],
+        ["rank", "--model", "m", "--data", "d", "--output", "r.csv"],
+        ["rank", "--model", "m", "--data", "d", "--plot", "r.jpeg"],
+        ["train", "--model", "m", "--data", "d", "--output", "file/out"],
+        ["evaluate", "run", "--output", "no/m.json"],
+        ["evaluate", "run", "--predictions", "no/p.csv"],
+        ["diff", "a", "b", "--output", "file/out"],
+        ["diff", "a", "b", "--output", "out", "--plot", "no/p.png"],
+        ["merge", "a", "b", "--output", "file/out"],
+        ["convert", "a", "--encoding", "bf16", "--output", "file/out"],
+        ["export-lora", "a", "--output", "file/out"],
+        ["demo", "--output", "file/out"],
+    ],
+    ids=" ".join,
+)
+def test_what_cannot_be_written_is_told_before_anything_is_read(run, tmp_path, monkeypatch, command):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("")
+    words = flat(run(*command, code=2))
+    assert "is not a folder" in words or "allowed are files ending in" in words
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_class_counts_and_the_majority_are_shown_before_training_and_beside_the_result(run, base, out, tmp_path):
+    rows = make_rows(60, 1)
+    uneven = rows.select([i for i, label in enumerate(rows["label"][:]) if label or i % 4 == 0])
+    (tmp_path / "data").mkdir()
+    for split in ("train", "validation"):
+        uneven.to_parquet(str(tmp_path / "data" / f"{split}.parquet"))
+    words = flat(run("train", "--model", base, "--data", tmp_path / "data", "--output", out, "--method", "head",
+                     "--select-on", "none", "--max-steps", 1))  # fmt: skip
+    before, after = words.split("Chosen")[0].rsplit("rows:", 1)
+    assert "label: good 30, bad 15" in before
+    assert "Always 'good', the class of 67% of these rows, has accuracy 0.6667" in before
+    assert "(always 'good': 0.6667)" in after
+    assert "(always 'good': 0.6667)" in flat(run("evaluate", out))
+    assert "Always 'good', the class of 67% of these rows, has accuracy 0.6667" in (out / "README.md").read_text()
+
+
 def test_resume_takes_the_options_of_the_run_that_stopped(run, base, data, out):
     TrainingRun(TrainingJob(model=base, data=data, output=str(out), method="last", epochs=3, learning_rate=0.01))
     given = ("--model", base, "--data", data, "--output", out, "--resume")

@@ -13,6 +13,8 @@ from datasets import Dataset
 from forks import run_forked
 from peft import PeftModel
 from safetensors.torch import load_file
+from sklearn.dummy import DummyClassifier
+from sklearn.metrics import accuracy_score, f1_score
 from tiny_task import LABELS, make_rows, save_base, save_data
 from transformers import AutoModelForSequenceClassification, TrainerCallback
 
@@ -20,6 +22,7 @@ import peft_surgical.training.prepare as prepare_module
 from peft_surgical import LayerRanking
 from peft_surgical.training import METHODS, TrainingJob, TrainingRun, evaluate, train
 from peft_surgical.training.card import newest_checkpoint
+from peft_surgical.training.evaluation import majority
 from peft_surgical.training.prepare import load_classifier, load_tokenizer, load_trained
 
 
@@ -438,3 +441,85 @@ def test_the_base_folder_is_never_written(job, base):
     train(job(method="full", max_steps=1))
     assert {file.name: file.read_bytes() for file in base.iterdir()} == before
     assert AutoModelForSequenceClassification.from_pretrained(base) is not None
+
+
+# what is reached without a model
+
+
+def test_the_majority_is_what_scikit_learns_dummy_reaches():
+    targets, labels = [0, 2, 2, 1, 2], ["a", "b", "c"]
+    found = majority(Dataset.from_dict({"labels": targets}), labels)
+    said = DummyClassifier().fit([[0]] * 5, targets).predict([[0]] * 5)
+    assert (found["label"], found["share"]) == ("c", 0.6)
+    assert found["accuracy"] == accuracy_score(targets, said)
+    assert found["f1"] == f1_score(targets, said, average="macro")
+    assert majority(Dataset.from_dict({"labels": [0.5]}), ()) is None
+
+
+# options are checked before anything is loaded or made
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"method": "surgical", "score": "fischer"}, "score='fischer' is unknown; allowed are 'alternate'"),
+        ({"method": "surgical", "fisher_labels": "drawn"}, "--fisher-labels drawn: allowed are given, sampled, exact"),
+        ({"method": "surgical", "aggregation": "sum"}, "--aggregation sum: allowed are frobenius"),
+        ({"method": "surgical", "ranking": "nowhere.json"}, "nowhere.json"),
+        ({"method": "spafit", "group_2": "biases"}, "biases"),
+        ({"method": "spafit", "preset": "SPAFIT-9"}, "SPAFIT-9"),
+        ({"report_to": "tensorbord"}, "--report-to tensorbord: installed are"),
+        ({"encoding": "utf8-8"}, "--encoding: unknown encoding"),
+        ({"fp16": True}, "--fp16 needs a GPU"),
+        ({"metric": "pearson"}, "--metric pearson: for classification allowed are"),
+        ({"select_on": "valid"}, "labelled rows called 'valid'"),
+        ({"eval_split": "dev"}, "labelled rows called 'dev'"),
+        ({"text_columns": ("txt",)}, "--text-column txt"),
+        ({"label_column": "lable"}, "--label-column lable"),
+    ],
+)
+def test_a_typo_is_told_before_the_model_is_loaded_and_leaves_no_folder(job, tmp_path, monkeypatch, options, message):
+    loader = prepare_module.AutoModelForSequenceClassification
+    monkeypatch.setattr(loader, "from_pretrained", lambda *a, **k: pytest.fail("loaded a model"))
+    with pytest.raises((ValueError, OSError), match=message):
+        TrainingRun(job(**options))
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        *({name: value} for name in ("top_k", "max_train_samples", "lora_r", "lora_alpha") for value in (0, -1)),
+        {"learning_rate": 0.0},
+        {"lora_dropout": 1.0},
+    ],
+)
+def test_numbers_out_of_bounds_are_refused_by_the_job_itself(job, options):
+    (name,) = options
+    with pytest.raises(ValueError, match=f"--{name.replace('_', '-')} "):
+        job(method="lora" if "lora" in name else "last", **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"method": "surgical", "layers": (9,)}, "layers 0 to 3"),
+        ({"method": "surgical", "top_k": 9}, "--top-k 9: encoder has 4 layers"),
+        ({"method": "surgical", "stack": "decoder"}, "decoder"),
+        ({"method": "last", "stack": "decoder"}, "decoder"),
+        ({"method": "surgical", "ranking": "six.json", "top_k": 1}, "six.json ranks 6 layers; encoder has 4"),
+        ({"method": "spafit", "ranking": "six.json"}, "six.json ranks 6 layers; encoder has 4"),
+    ],
+)
+def test_what_does_not_fit_the_model_leaves_no_folder(job, tmp_path, monkeypatch, options, message):
+    monkeypatch.chdir(tmp_path)
+    LayerRanking(stack="encoder", scores=[1.0, 2.0, 3.0, 4.0, 5.0, 6.0]).save("six.json")
+    with pytest.raises(ValueError, match=message):
+        TrainingRun(job(**options))
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_that_cannot_be_made_is_told_at_once(job, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="--output .*file is not a folder"):
+        TrainingRun(job(output=str(tmp_path / "file" / "out")))
