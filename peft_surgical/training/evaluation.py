@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -58,6 +60,19 @@ class Evaluation:
         return Dataset.from_dict({**columns, "prediction": self.predictions})
 
 
+@contextmanager
+def precision_restored() -> Iterator[None]:
+    """Let a run in bfloat16 not be one for all later runs of the process: transformers 4 notes it in the environment."""
+    name = "ACCELERATE_MIXED_PRECISION"
+    before = os.environ.get(name)
+    try:
+        yield
+    finally:
+        os.environ.pop(name, None)
+        os.environ.update({} if before is None else {name: before})
+
+
+@precision_restored()
 def evaluate(
     folder: str | Path,
     *,

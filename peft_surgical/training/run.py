@@ -25,7 +25,13 @@ from peft_surgical.training.card import (
     write_json,
     write_model_card,
 )
-from peft_surgical.training.evaluation import majority, make_trainer, require_metrics, shared_arguments
+from peft_surgical.training.evaluation import (
+    majority,
+    make_trainer,
+    precision_restored,
+    require_metrics,
+    shared_arguments,
+)
 from peft_surgical.training.job import TrainingJob
 from peft_surgical.training.methods import METHODS
 from peft_surgical.training.prepare import max_length, prepare, rank
@@ -128,6 +134,7 @@ class TrainingRun:
             self.ranking.save(str(file))
         return self.ranking
 
+    @precision_restored()
     def fit(self) -> None:
         """Train, with a checkpoint after each epoch, and end with the best one."""
         started = time.perf_counter()

@@ -343,6 +343,13 @@ def test_a_ranking_made_before_is_used(job, tmp_path, monkeypatch):
     assert results["layers"] == {"encoder": [1, 3]}
 
 
+def test_a_run_in_bfloat16_is_none_for_the_next(job, tmp_path):
+    train(job(max_steps=1))
+    alone = evaluate(tmp_path / "out").outputs
+    train(job(output=str(tmp_path / "half"), bf16=True, max_steps=1))
+    assert (evaluate(tmp_path / "out").outputs == alone).all()
+
+
 # evaluation elsewhere
 
 
