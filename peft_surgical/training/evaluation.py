@@ -62,7 +62,7 @@ class Evaluation:
 
 @contextmanager
 def precision_restored() -> Iterator[None]:
-    """Let a run in bfloat16 not be one for all later runs of the process: transformers 4 notes it in the environment."""
+    """Let a run in bfloat16 not make all later ones be so: transformers 4 notes it in the environment."""
     name = "ACCELERATE_MIXED_PRECISION"
     before = os.environ.get(name)
     try:
