@@ -66,7 +66,7 @@ def test_an_update_during_a_prefetch_is_answered_with_the_new_version(name, host
 def test_an_update_before_a_prefetch_that_waits_is_answered_with_the_new_version(versions, monkeypatch):
     folder, answers = versions
     bank = DeltaBank(base())
-    for name in NAMES:
+    for name in "abc":
         bank.add(name, folder / f"{name} 0")
     slow = SlowReads(monkeypatch, "b 0")
     prefetched = [bank.prefetch("b"), bank.prefetch("a"), bank.prefetch("c")]  # one after the other
