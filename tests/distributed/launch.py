@@ -80,6 +80,17 @@ def _launch_fresh(command: list[str]) -> None:
 
 
 def _launch_forks(command: list[str]) -> None:
+    _let_torchrun_fork()
+    launch_command(launch_command_parser().parse_args(command))
+
+
+def torchrun(command: list[str]) -> None:
+    """`torchrun` with its arguments, in a process of its own, as `run_forked` makes it, with forks for workers."""
+    _let_torchrun_fork()
+    torch.distributed.run.main(command)
+
+
+def _let_torchrun_fork() -> None:
     def elastic_launch(config: LaunchConfig, entrypoint: str) -> Callable[..., Any]:
         """As PyTorch's, with forks in place of the interpreters that it would start."""
         assert entrypoint == sys.executable
@@ -88,7 +99,6 @@ def _launch_forks(command: list[str]) -> None:
         return lambda unbuffered, *script: start(script)
 
     torch.distributed.run.elastic_launch = elastic_launch
-    launch_command(launch_command_parser().parse_args(command))
 
 
 def launch_well(engine: str, script: Sequence[str], *, fresh: bool = False) -> str:
