@@ -224,11 +224,11 @@ def size(count: float, unit: str = "B") -> str:
 
     Example:
 
-        >>> size(14_200_000), size(3_548_931, unit="")
-        ('14.2 MB', '3.5 M')
+        >>> size(14_200_000), size(3_548_931, unit=""), size(999_999)
+        ('14.2 MB', '3.5 M', '1.0 MB')
     """
     for prefix in ("", "k", "M"):
-        if count < 1000:
+        if count < (999.95 if prefix else 999.5):
             return f"{count:.1f} {prefix}{unit}".strip() if prefix else f"{count:.0f} {unit}".strip()
         count /= 1000
     return f"{count:.1f} G{unit}".strip()

@@ -288,10 +288,12 @@ def share(part: float, whole: float) -> str:
 
     Example:
 
-        >>> share(770, 22_713_986), share(1, 3), share(4, 3)
-        ('0.0034%', '33%', '133%')
+        >>> share(770, 22_713_986), share(1, 3), share(4, 3), share(1, 10**8)
+        ('0.0034%', '33%', '133%', '<0.001%')
     """
     percent = 100 * part / whole
+    if 0 < percent < 0.001:
+        return "<0.001%"
     return f"{percent:.2g}%" if percent < 99.5 else f"{percent:.0f}%"
 
 
