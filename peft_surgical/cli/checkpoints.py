@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 
 from peft_surgical.cli.common import Adapter, Base, Encoding, Output, check_plot, size
-from peft_surgical.training.job import check_writable, share
+from peft_surgical.training.job import check_writable
 
 
 def diff(
@@ -39,6 +39,7 @@ def diff(
     time.
     """
     from peft_surgical.convert.diff import diff_checkpoints
+    from peft_surgical.training.card import share
 
     check_writable("--output", output)
     check_plot("--plot", plot)

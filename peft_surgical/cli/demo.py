@@ -16,7 +16,7 @@ from rich.table import Table
 
 from peft_surgical.cli import demo_data
 from peft_surgical.cli.common import size
-from peft_surgical.training.job import check_writable, share
+from peft_surgical.training.job import check_writable
 
 
 if TYPE_CHECKING:
@@ -170,6 +170,8 @@ class Demo:
 
     def show_costs(self) -> None:
         """Show what each run took, and check the sizes of the files."""
+        from peft_surgical.training.card import share
+
         self.step("5. What it took")
         table = Table("task", "tuned")
         for name in ("accuracy", "parameters", "of all", "file", "seconds"):

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from peft_surgical.cli.common import read_job_fields, show_metrics, show_table, size
-from peft_surgical.training.job import JOB_FILE, TrainingJob, share
+from peft_surgical.training.job import JOB_FILE, TrainingJob
 from peft_surgical.training.methods import METHODS, describe_strata_by_rank
 
 
@@ -101,7 +101,7 @@ def _count_classes(task: Task, rows: Dataset) -> str:
 
 
 def _show_end(console: Console, job: TrainingJob, results: dict[str, Any]) -> None:
-    from peft_surgical.training.card import describe_layers, describe_selection
+    from peft_surgical.training.card import describe_layers, describe_selection, share
 
     evaluation = dict(results["evaluation"])
     show_metrics(

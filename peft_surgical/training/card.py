@@ -18,7 +18,7 @@ from transformers import TrainerState
 from peft_surgical import __version__
 from peft_surgical.ranking.ranking import LayerRanking
 from peft_surgical.training.data import Parts, Task
-from peft_surgical.training.job import JOB_FILE, TrainingJob, check_writable, share
+from peft_surgical.training.job import JOB_FILE, TrainingJob, check_writable
 from peft_surgical.training.methods import METHODS
 
 
@@ -31,15 +31,10 @@ _LIBRARIES = ("torch", "transformers", "peft", "accelerate", "datasets")
 
 
 def check_folder(job: TrainingJob, *, resume: bool = False, overwrite: bool = False) -> None:
-    """Make sure that a job may write its folder.
-
-    Args:
-        job: The job.
-        resume: Accept the folder of the same job, if it is not finished.
-        overwrite: Accept the folder of any job.
+    """Make sure that a job may write its folder: a new one, or to resume its own, or to overwrite that of any job.
 
     Raises:
-        ValueError: The folder is in use otherwise; the message says what to do.
+        ValueError: It may not; the message says what to do.
     """
     folder = Path(job.output)
     if resume and overwrite:
@@ -93,17 +88,7 @@ def make_results(
     evaluation: dict[str, float],
     **measured: Any,
 ) -> dict[str, Any]:
-    """The content of `metrics.json`.
-
-    Args:
-        job: What was asked.
-        task: The task.
-        parts: Its rows by use.
-        state: Where the Trainer ended.
-        metric: What the best checkpoint was chosen by.
-        evaluation: What the Trainer measured on the evaluation rows.
-        measured: More of the content, as it is: `layers`, `parameters` and `seconds`.
-    """
+    """The content of `metrics.json`; `measured` is more of it, as it is."""
     selection = None
     if parts.selection is not None:
         best = state.best_model_checkpoint
@@ -135,15 +120,7 @@ def make_results(
 def write_model_card(
     folder: str | Path, job: TrainingJob, parts: Parts, results: dict[str, Any], ranking: LayerRanking | None
 ) -> None:
-    """Write `README.md` into the folder of a trained model.
-
-    Args:
-        folder: The folder.
-        job: What was asked.
-        parts: The rows by use.
-        results: The content of `metrics.json`.
-        ranking: The ranking that chose the layers, if one did.
-    """
+    """Write `README.md` into the folder of a trained model; `results` is the content of `metrics.json`."""
     task, evaluation, training = results["task"], results["evaluation"], results["training"]
     metrics = {name: value for name, value in evaluation.items() if name not in ("rows", "samples")}
     metadata = ModelCardData(
@@ -207,6 +184,20 @@ Trained on {training["samples"]:,} {training["rows"]}. {describe_selection(resul
 Made with {", ".join(f"{name} {number}" for name, number in results["versions"].items())}.
 """
     (Path(folder) / "README.md").write_text(text, encoding="utf-8")
+
+
+def share(part: float, whole: float) -> str:
+    """A share in percent, with two significant digits.
+
+    Example:
+
+        >>> share(770, 22_713_986), share(1, 3), share(4, 3), share(1, 10**8)
+        ('0.0034%', '33%', '133%', '<0.001%')
+    """
+    percent = 100 * part / whole
+    if 0 < percent < 0.001:
+        return "<0.001%"
+    return f"{percent:.2g}%" if percent < 99.5 else f"{percent:.0f}%"
 
 
 def describe_selection(results: dict[str, Any]) -> str:

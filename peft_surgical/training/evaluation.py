@@ -128,17 +128,7 @@ class JointTrainer(Trainer):
 
 
 def make_trainer(model: nn.Module, arguments: TrainingArguments, collator: Any, **options: Any) -> Trainer:
-    """A Trainer that computes the metrics of the task and shows nothing by itself.
-
-    Args:
-        model: The model.
-        arguments: The Trainer's arguments.
-        collator: Pads rows into a batch.
-        options: More options for the Trainer: data sets and callbacks.
-
-    Returns:
-        The Trainer.
-    """
+    """A Trainer that computes the metrics of the task and shows nothing by itself; `options` go to it."""
     trainer = JointTrainer(
         model=model,
         args=arguments,
@@ -202,14 +192,7 @@ def compute_metrics(outputs: Any, targets: Any) -> dict[str, float]:
 
 
 def majority(data: Dataset, labels: Sequence[str]) -> dict[str, Any] | None:
-    """What the metrics are of a model that always says the most frequent class; None for regression.
-
-    Args:
-        data: The rows, as `Task` has them.
-        labels: Names of the classes.
-
-    Returns:
-        Its `label`, its `share` of the rows, and the metrics.
+    """The most frequent class, its share of the rows, and the metrics of always saying it; None for regression.
 
     Example:
 

@@ -28,23 +28,14 @@ METRICS: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Option:
-    """What a field of `TrainingJob` means, and which values it may have.
-
-    Args:
-        help: What the command line says about it.
-        panel: The part of the command line's help that it stands in.
-        names: Its names on the command line, if not that of the field.
-        choices: The values allowed.
-        positive: Whether it must be above 0.
-        fraction: Whether it must be from 0 to below 1.
-    """
+    """What a field of `TrainingJob` means, and which values it may have."""
 
     help: str
-    panel: str | None = None
-    names: tuple[str, ...] = ()
+    panel: str | None = None  # the part of the command line's help that it stands in
+    names: tuple[str, ...] = ()  # on the command line, if not that of the field
     choices: Iterable[str] = ()
     positive: bool = False
-    fraction: bool = False
+    fraction: bool = False  # from 0 to below 1
 
 
 _MODEL, _DATA, _METHOD, _RANKING, _CHOICE, _TRAINING = (
@@ -283,37 +274,16 @@ def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def share(part: float, whole: float) -> str:
-    """A share in percent, with two significant digits.
-
-    Example:
-
-        >>> share(770, 22_713_986), share(1, 3), share(4, 3), share(1, 10**8)
-        ('0.0034%', '33%', '133%', '<0.001%')
-    """
-    percent = 100 * part / whole
-    if 0 < percent < 0.001:
-        return "<0.001%"
-    return f"{percent:.2g}%" if percent < 99.5 else f"{percent:.0f}%"
-
-
 def check_writable(option: str, path: str | Path, endings: Collection[str] = ()) -> None:
-    """Make sure that a file or folder can be written later on.
-
-    Args:
-        option: The option that names it.
-        path: The file or folder; what it lies in may be missing if it is a folder.
-        endings: Of a file, the endings allowed. Its folder must exist.
+    """Make sure that a folder can be written later on; with endings, a file with one of them in a folder that exists.
 
     Raises:
-        ValueError: It cannot be; the message says why.
+        ValueError: It cannot be; the message names the option and says why.
     """
     path = Path(path).absolute()
     if endings and path.suffix.lower() not in endings:
         raise ValueError(f"{option} {path}: allowed are files ending in {', '.join(endings)}.")
-    place = path.parent if endings else path
-    while not endings and not place.exists():
-        place = place.parent
+    place = path.parent if endings else next(place for place in (path, *path.parents) if place.exists())
     if not place.is_dir():
         raise ValueError(f"{option} {path}: {place} is not a folder.")
     if not os.access(place, os.W_OK):

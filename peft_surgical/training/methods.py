@@ -140,11 +140,6 @@ def check_spafit(options: Options, model: nn.Module | None) -> None:
 def spafit_config(options: Options, ranking: LayerRanking | None = None, head: Head = None) -> StratifiedConfig:
     """The config that the options of `--method spafit` describe.
 
-    Args:
-        options: The options.
-        ranking: The ranking, if the options name one.
-        head: The modules of the task's head.
-
     Raises:
         ValueError: The options do not go together.
     """
@@ -181,10 +176,6 @@ def spafit_counts(depth: int, group_2: str = "bitfit") -> dict[str, int]:
 
 def describe_strata_by_rank(ranking: LayerRanking, group_2: str = "bitfit") -> str:
     """The strata that `StratifiedConfig.by_ranking` makes of a ranking with the default counts, in words.
-
-    Args:
-        ranking: The ranking.
-        group_2: What is tuned in the layers that come after those with LoRA, `"bitfit"` or `"norm"`.
 
     Example:
 

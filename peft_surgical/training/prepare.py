@@ -104,13 +104,7 @@ def max_length(job: TrainingJob, tokenizer: Any, model: nn.Module) -> int:
 
 
 def rank(prepared: Prepared, job: TrainingJob, *, progress: bool = True) -> LayerRanking:
-    """Rank the layers of a job's model on its training rows; the ranking is the same on all processes.
-
-    Args:
-        prepared: What the job starts from.
-        job: The job.
-        progress: Whether to show progress.
-    """
+    """Rank the layers of a job's model on its training rows; the ranking is the same on all processes."""
     return rank_layers(
         prepared.model,
         prepared.train,
@@ -145,14 +139,7 @@ def load_tokenizer(model: str) -> Any:
 def load_classifier(
     model: str, labels: Sequence[str], tokenizer: Any, *, seed: int = 0, dtype: str = "float32"
 ) -> tuple[nn.Module, list[str]]:
-    """Load a base model with a head for a task.
-
-    Args:
-        model: A folder or a name on the hub.
-        labels: Names of the classes; none for regression.
-        tokenizer: The tokenizer, which tells the padding token.
-        seed: Seed of a new head.
-        dtype: Type of the weights, or `"auto"` for the type that they are stored in.
+    """Load a base model with a head for a task, which `seed` draws if it is new. No labels are regression.
 
     Returns:
         The model, and the modules that belong to the task: the head, and whatever else the checkpoint has no weights
@@ -185,32 +172,14 @@ def load_classifier(
 def load_trained(
     folder: str, base: str, labels: Sequence[str], tokenizer: Any, *, dtype: str = "float32"
 ) -> nn.Module:
-    """Load what `peft-surgical train` saved: an adapter onto its base model, or a whole model.
-
-    Args:
-        folder: The folder that was written.
-        base: The base model, a folder or a name on the hub.
-        labels: Names of the classes; none for regression.
-        tokenizer: The tokenizer.
-        dtype: Type of the base's weights.
-
-    Returns:
-        The model, ready to predict.
-    """
+    """Load what `peft-surgical train` saved, ready to predict: an adapter onto its base model, or a whole model."""
     is_adapter = (Path(folder) / "adapter_config.json").exists()
     model, _ = load_classifier(base if is_adapter else folder, labels, tokenizer, dtype=dtype)
     return (PeftModel.from_pretrained(model, folder) if is_adapter else model).eval()
 
 
 def new_modules(model: nn.Module, keys: Iterable[str]) -> list[str]:
-    """The outermost modules all of whose parameters are new.
-
-    Args:
-        model: A model.
-        keys: The names of its parameters that the checkpoint had no values for.
-
-    Returns:
-        Paths of modules, in the order of the model.
+    """The paths of the outermost modules all of whose parameters are new, that is, among the keys.
 
     Example:
 

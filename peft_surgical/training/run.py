@@ -217,17 +217,7 @@ def train(job: TrainingJob, *, resume: bool = False, overwrite: bool = False) ->
 
 
 def training_arguments(job: TrainingJob, model: nn.Module, samples: int, metric: str | None) -> TrainingArguments:
-    """The arguments of the Trainer that trains.
-
-    Args:
-        job: The job.
-        model: The model, made ready to be trained.
-        samples: The number of training rows.
-        metric: What the best checkpoint is chosen by; None takes the last one.
-
-    Returns:
-        The arguments.
-    """
+    """The arguments of the Trainer that trains `model`; without a metric the last checkpoint is taken."""
     more = shared_arguments(job)
     if metric is not None:
         more |= {

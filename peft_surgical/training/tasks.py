@@ -80,16 +80,7 @@ def make_task(
 
 
 def encode(data: Dataset, tokenizer: Any, max_length: int) -> Dataset:
-    """Turn the texts of one split of a task into token ids, cut to `max_length` tokens and not padded.
-
-    Args:
-        data: Rows with `text`, perhaps `text_pair`, and `labels`.
-        tokenizer: A tokenizer of transformers.
-        max_length: The most tokens a row may have; of two texts the longer is cut.
-
-    Returns:
-        Rows with the tokenizer's columns and `labels`.
-    """
+    """Turn the texts of one split of a task into token ids, cut to `max_length` tokens and not padded."""
 
     def tokenize(rows: dict[str, list]) -> dict[str, list]:
         pair = rows.get("text_pair")
