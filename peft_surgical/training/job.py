@@ -251,8 +251,9 @@ class TrainingJob:
         for field in dataclasses.fields(self):
             users = [name for name, method in METHODS.items() if field.name in method.options]
             if users and self.method not in users and getattr(self, field.name) != field.default:
+                others = ", ".join(users)
                 raise ValueError(
-                    f"{flag(field.name)} has no meaning with --method {self.method}; it goes with {', '.join(users)}."
+                    f"{flag(field.name)} has no meaning with --method {self.method}; it goes with {others}."
                 )
 
 

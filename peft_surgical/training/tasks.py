@@ -157,22 +157,22 @@ def _guess_kind(data: Dataset, label: str) -> str:
     if isinstance(feature, ClassLabel):
         return "classification"
     counts = Counter(data[label][:])
-    values, once = [*counts], sum(count == 1 for count in counts.values())
-    if len(values) > FEW_CLASSES and once > len(values) / 2 and "float" not in feature.dtype:
-        raise ValueError(
-            f"Column {label!r} holds {len(values)} different values in {len(data)} rows, {once} of which occur once: "
-            f"as classes, such as {str(values[0])[:50]!r}, they could not be learned. Name the column with the class "
-            "with --label-column, or insist with --task classification, or for amounts --task regression."
-        )
+    once = sum(count == 1 for count in counts.values())
+    are_many = len(counts) > FEW_CLASSES and once > len(counts) / 2
+    what = f"Column {label!r} holds {len(counts)} different values in {len(data)} rows, {once} of which occur once"
     if _is_text(feature) or feature.dtype == "bool":
+        if are_many:
+            raise ValueError(
+                f"{what}, such as {next(iter(counts))[:50]!r}: no classes that could be learned. Name the column with "
+                "the class with --label-column, or insist with --task classification."
+            )
         return "classification"
-    if "float" in feature.dtype and not all(float(v).is_integer() for v in values):
+    if "float" in feature.dtype and not all(float(v).is_integer() for v in counts):
         return "regression"
-    if "int" in feature.dtype and len(values) <= MOST_CLASSES_FROM_NUMBERS:
+    if "int" in feature.dtype and len(counts) <= MOST_CLASSES_FROM_NUMBERS and not are_many:
         return "classification"
     raise ValueError(
-        f"Column {label!r} holds {len(values)} different numbers (type {feature.dtype}), which may be classes or "
-        "amounts. Say --task classification or --task regression."
+        f"{what} (type {feature.dtype}); they may be classes or amounts. Say --task classification or --task regression."
     )
 
 
