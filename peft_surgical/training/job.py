@@ -204,11 +204,7 @@ class TrainingJob:
         return METHODS[self.method].ranks(self.method_options)
 
     def metric_for(self, kind: str) -> str:
-        """The metric that the best checkpoint of a kind of task is chosen by.
-
-        Raises:
-            ValueError: The metric given is of another kind.
-        """
+        """The metric that the best checkpoint of a kind of task is chosen by, if the one given is of that kind."""
         allowed = (*METRICS[kind], "loss")
         if self.metric is not None and self.metric not in allowed:
             raise ValueError(f"--metric {self.metric}: for {kind} allowed are {', '.join(allowed)}.")
@@ -251,9 +247,8 @@ class TrainingJob:
         for field in dataclasses.fields(self):
             users = [name for name, method in METHODS.items() if field.name in method.options]
             if users and self.method not in users and getattr(self, field.name) != field.default:
-                others = ", ".join(users)
                 raise ValueError(
-                    f"{flag(field.name)} has no meaning with --method {self.method}; it goes with {others}."
+                    f"{flag(field.name)} has no meaning with --method {self.method}; it goes with {', '.join(users)}."
                 )
 
 

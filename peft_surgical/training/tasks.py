@@ -172,7 +172,8 @@ def _guess_kind(data: Dataset, label: str) -> str:
     if "int" in feature.dtype and len(counts) <= MOST_CLASSES_FROM_NUMBERS and not are_many:
         return "classification"
     raise ValueError(
-        f"{what} (type {feature.dtype}); they may be classes or amounts. Say --task classification or --task regression."
+        f"{what} (type {feature.dtype}): they may be classes or amounts. "
+        "Say --task classification or --task regression."
     )
 
 

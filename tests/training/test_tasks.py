@@ -417,9 +417,7 @@ def test_a_named_text_column_must_hold_text():
 @pytest.mark.parametrize("labels", [[f"a sentence no. {i}" for i in range(40)], [*range(40)]])
 def test_values_most_of_which_occur_once_are_no_classes_unless_one_insists(labels):
     data = {"train": Dataset.from_dict({"text": ["x"] * 44, "target": labels + labels[:4]})}
-    with pytest.raises(
-        ValueError, match="40 different values in 44 rows, 36 of which occur once.*--task classification"
-    ):
+    with pytest.raises(ValueError, match="40 different values in 44 rows, 36 of which occur once.*--task"):
         make_task(data)
     assert len(make_task(data, kind="classification").labels) == 40
 
