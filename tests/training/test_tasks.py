@@ -395,8 +395,8 @@ def test_save_data_is_what_it_says(tmp_path):
 @pytest.mark.parametrize(
     ("labels", "what"),
     [
-        ([["a", "b"], ["a"]], "List"),
-        ([[0, 1, 0], [1, 0, 0]], "List"),
+        ([["a", "b"], ["a"]], "(List|Sequence)"),
+        ([[0, 1, 0], [1, 0, 0]], "(List|Sequence)"),
         ([{"start": 1}, {"start": 2}], "start"),
         ([b"a", b"b"], "binary"),
         ([datetime.date(2026, 1, 1), datetime.date(2026, 1, 2)], "date"),
