@@ -11,6 +11,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 import warnings
 
 import pytest
@@ -397,6 +398,9 @@ def in_child(work) -> int:
             torch.set_num_threads(1)
             work()
             code = 0
+        except BaseException:
+            traceback.print_exc()
+            sys.stderr.flush()
         finally:
             os._exit(code)
     deadline = time.monotonic() + 60
