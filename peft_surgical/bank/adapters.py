@@ -131,9 +131,11 @@ class InjectedAdapters:
         self.tuned: dict[str, TunedModule] = {}
         self.heads: dict[str, ModulesToSaveWrapper] = {}
         self._peft_models: dict[str, PeftModel] = {}
+        self._rows = ExitStack()  # undoes what a batch of several tasks has set up
 
     def activate(self, adapters: Sequence[str]) -> None:
         """Let these adapters compute, and no other."""
+        self._rows.close()  # in a forked child, the batch of a thread that is not there to end it
         self.active[:] = adapters
 
     @contextmanager
@@ -145,7 +147,7 @@ class InjectedAdapters:
             if rows != len(adapters):
                 raise ValueError(f"The batch has {rows} rows, but a task was named for each of {len(adapters)} rows.")
 
-        with ExitStack() as stack:
+        with self._rows as stack:
             if set(adapters) - {BASE}:
                 tuner: Any = next(iter(self._peft_models.values())).base_model
                 stack.enter_context(adapter_names_in_forward(tuner, adapters, ()))

@@ -462,6 +462,37 @@ def test_a_child_process_serves_all_tasks(during, tasks, monkeypatch):
 
 @needs_fork
 @pytest.mark.filterwarnings("ignore:This process")
+def test_a_child_process_is_free_of_the_batch_of_another_thread(tasks):
+    folder, answers = tasks
+    bank = fill(DeltaBank(base()), folder, ["last", "first"])
+    rows = ["last", "first", "__base__", "last"][: len(X["input_ids"])]
+    is_held, may_end = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with bank.batch(rows):
+            is_held.set()
+            assert may_end.wait(60)
+
+    def serve() -> None:
+        for name in ("first", "last"):
+            assert torch.equal(ask(bank, name), answers[name]), name
+        with bank.batch(rows) as model, torch.no_grad():
+            logits = model(**X).logits
+        for i, name in enumerate(rows):
+            if name in answers:
+                torch.testing.assert_close(logits[i], answers[name][i])
+
+    holding = threading.Thread(target=hold, daemon=True)
+    holding.start()
+    assert is_held.wait(30)
+    assert in_child(serve) == 0
+    may_end.set()
+    finish(holding)
+    assert torch.equal(ask(bank, "first"), answers["first"])
+
+
+@needs_fork
+@pytest.mark.filterwarnings("ignore:This process")
 def test_a_child_process_goes_on_within_a_task(tasks):
     folder, answers = tasks
     bank = fill(DeltaBank(base()), folder, ["last", "first"])
