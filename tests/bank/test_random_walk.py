@@ -14,6 +14,7 @@ import random
 import signal
 import threading
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -204,8 +205,8 @@ class Walk:
         def guarded() -> None:
             try:
                 work(*arguments)
-            except Exception as error:
-                self.failures.append(f"{work.__name__}: {type(error).__name__}: {error}")
+            except Exception:
+                self.failures.append(f"{work.__name__}: {traceback.format_exc()}")
 
         self.threads.append(threading.Thread(target=guarded, daemon=True))
         self.threads[-1].start()

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import contextvars
 import gc
+import itertools
 import os
 import signal
 import sys
@@ -19,6 +20,7 @@ import torch
 from test_bank import CONFIGS, X, ask, base, fill, save_task, start_and_wait, wait_until_it_waits
 from test_updates import SlowReads, finish
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from peft_surgical.bank import DeltaBank, lock
 from peft_surgical.bank.lock import SwitchLock
@@ -194,6 +196,26 @@ def test_an_interrupted_injection_leaves_nothing(tasks, monkeypatch):
 
 
 # ---- who holds the model
+
+
+@pytest.mark.parametrize("at", [0, 1, 5])
+def test_an_interrupt_at_the_end_of_a_batch_leaves_nothing_of_it(at, tasks, monkeypatch):
+    folder, answers = tasks
+    bank = fill(DeltaBank(base()), folder, ["last", "first"])
+    remove, calls = RemovableHandle.remove, itertools.count()
+
+    def interrupted(handle) -> None:
+        if next(calls) == at:
+            raise KeyboardInterrupt
+        remove(handle)
+
+    rows = ["last", "first", "last", "last"][: len(X["input_ids"])]
+    with pytest.raises(KeyboardInterrupt), bank.batch(rows):
+        monkeypatch.setattr(RemovableHandle, "remove", interrupted)
+    for name in ("first", "last", "first"):
+        assert torch.equal(ask(bank, name), answers[name])
+    with bank.task("first") as model, torch.no_grad():
+        model(**{key: value[:1] for key, value in X.items()})
 
 
 def test_a_thread_that_ends_within_a_task_holds_it_no_longer(tasks):
