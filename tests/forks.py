@@ -10,6 +10,7 @@ import os
 import runpy
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -39,10 +40,11 @@ def run_forked(
     """
     context: Any = multiprocessing.get_context("fork")
     with tempfile.TemporaryFile() as output:
-        process = context.Process(target=_run, args=(function, arguments, env or {}, output.fileno()))
+        mark = {"TEST_PROCESS": str(time.monotonic_ns())}
+        process = context.Process(target=_run, args=(function, arguments, {**(env or {}), **mark}, output.fileno()))
         process.start()
         process.join(timeout)
-        left = [p for p in psutil.process_iter() if p.pid != process.pid and _session(p.pid) == process.pid]
+        left = [p for p in psutil.process_iter() if p.pid != process.pid and _is_of(p, process.pid, mark)]
         if is_late := process.is_alive():
             process.kill()
         for child in left:
@@ -90,8 +92,9 @@ def _run(function: Callable[..., Any], arguments: Sequence[Any], env: Mapping[st
         raise
 
 
-def _session(pid: int) -> int | None:
+def _is_of(process: psutil.Process, first: int, mark: Mapping[str, str]) -> bool:
+    """Whether a process comes from the first one: a fork is in its session, a new interpreter has its environment."""
     try:
-        return os.getsid(pid)
-    except OSError:
-        return None
+        return os.getsid(process.pid) == first or mark.items() <= process.environ().items()
+    except (OSError, psutil.Error):
+        return False
