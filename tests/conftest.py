@@ -16,6 +16,15 @@ def _seed():
     torch.manual_seed(0)
 
 
+@pytest.fixture(autouse=True)
+def _environment():
+    """As it was, after each test: transformers 4 leaves the dtype of a Trainer there for all later ones."""
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+
+
 @pytest.fixture(scope="session")
 def task_data() -> Path:
     """The folder of real GLUE and SuperGLUE files, which is not part of the project."""

@@ -131,9 +131,11 @@ class InjectedAdapters:
         self.tuned: dict[str, TunedModule] = {}
         self.heads: dict[str, ModulesToSaveWrapper] = {}
         self._peft_models: dict[str, PeftModel] = {}
+        self._rows = ExitStack()  # undoes what a batch of several tasks has set up
 
     def activate(self, adapters: Sequence[str]) -> None:
         """Let these adapters compute, and no other."""
+        self._rows.close()  # in a forked child, the batch of a thread that is not there to end it
         self.active[:] = adapters
 
     @contextmanager
@@ -142,10 +144,12 @@ class InjectedAdapters:
 
         def check_rows(module: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> None:
             rows = next((len(x) for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)), len(adapters))
-            if rows != len(adapters):
+            if is_on and rows != len(adapters):
                 raise ValueError(f"The batch has {rows} rows, but a task was named for each of {len(adapters)} rows.")
 
-        with ExitStack() as stack:
+        is_on = [True]
+        with self._rows as stack:
+            stack.callback(is_on.clear)
             if set(adapters) - {BASE}:
                 tuner: Any = next(iter(self._peft_models.values())).base_model
                 stack.enter_context(adapter_names_in_forward(tuner, adapters, ()))

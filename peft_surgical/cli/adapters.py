@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 
 from peft_surgical.cli.common import Adapter, Encoding, Output, size
+from peft_surgical.training.job import check_writable
 
 
 if TYPE_CHECKING:
@@ -63,6 +64,7 @@ def convert(
     from peft_surgical.files.safetensors_io import reset_mode
     from peft_surgical.methods.config import open_adapter
 
+    check_writable("--output", output)
     progress = console.is_terminal and not console.quiet
     if distil is None:
         convert_adapter(adapter, output, encoding, base=base, progress=progress)
@@ -91,6 +93,7 @@ def export(
     """Write the LoRA part of a STRATIFIED adapter alone, for servers that take nothing else."""
     from peft_surgical.convert.convert import export_lora
 
+    check_writable("--output", output)
     left_out = export_lora(adapter, output, head=head)
     for name in left_out:
         console.print(f"left out: {name}", markup=False)

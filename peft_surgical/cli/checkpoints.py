@@ -8,7 +8,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from peft_surgical.cli.common import Adapter, Base, Encoding, Output, share, size
+from peft_surgical.cli.common import Adapter, Base, Encoding, Output, check_plot, size
+from peft_surgical.training.job import check_writable
 
 
 def diff(
@@ -38,7 +39,10 @@ def diff(
     time.
     """
     from peft_surgical.convert.diff import diff_checkpoints
+    from peft_surgical.training.card import share
 
+    check_writable("--output", output)
+    check_plot("--plot", plot)
     found = diff_checkpoints(
         base,
         tuned,
@@ -76,6 +80,7 @@ def merge(
 
     if dtype not in (None, "float32", "bfloat16", "float16"):
         raise ValueError(f"--dtype {dtype}: allowed are float32, bfloat16 and float16.")
+    check_writable("--output", output)
     model = merge_checkpoint(
         base,
         adapter,

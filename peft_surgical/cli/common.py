@@ -10,6 +10,7 @@ import sys
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, get_origin
 
@@ -19,7 +20,7 @@ from rich.logging import RichHandler
 from rich.markup import escape
 from rich.table import Table
 
-from peft_surgical.training.job import TrainingJob, flag, job_options
+from peft_surgical.training.job import TrainingJob, check_writable, flag, job_options
 
 
 _QUIET = Annotated[bool, typer.Option("--quiet", "-q", help="Show errors only.")]
@@ -145,7 +146,7 @@ def _report_errors() -> Iterator[None]:
     """Show what the user can put right as a message without a traceback, and end with exit code 2."""
     try:
         yield
-    except (ValueError, ImportError) as error:
+    except (ValueError, ImportError, OSError) as error:
         Console(stderr=True, highlight=False).print(f"[bold red]Error:[/] {escape(str(error))}", soft_wrap=True)
         raise typer.Exit(2) from error
 
@@ -200,22 +201,22 @@ def show_table(console: Console, rows: Iterable[tuple[str, str]]) -> None:
     console.print(table)
 
 
-def show_metrics(console: Console, metrics: Mapping[str, float], count: int, rows: str) -> None:
-    """Show metrics, and the number and the name of the rows they were measured on."""
+def show_metrics(
+    console: Console, metrics: Mapping[str, float], count: int, rows: str, majority: Mapping[str, Any] | None
+) -> None:
+    """Show metrics beside those of the most frequent class, and the number and the name of the rows they are of."""
     console.print(f"\n{count:,} rows: {rows}")
-    show_table(console, [(name, f"{value:.4f}") for name, value in metrics.items()])
+    beside = majority or {}
+    always = {name: f"   (always {beside['label']!r}: {beside[name]:.4f})" for name in metrics if name in beside}
+    show_table(console, [(name, f"{value:.4f}{always.get(name, '')}") for name, value in metrics.items()])
 
 
-def share(part: float, whole: float) -> str:
-    """A share in percent, with two significant digits.
-
-    Example:
-
-        >>> share(770, 22_713_986), share(1, 3), share(4, 3)
-        ('0.0034%', '33%', '133%')
-    """
-    percent = 100 * part / whole
-    return f"{percent:.2g}%" if percent < 99.5 else f"{percent:.0f}%"
+def check_plot(option: str, path: Path | None) -> None:
+    """Make sure that a plot can be drawn and written, before anything takes time."""
+    if path is not None:
+        check_writable(option, path, (".png", ".pdf", ".svg"))
+        if find_spec("matplotlib") is None:
+            raise ImportError(f"{option} needs matplotlib, which is not installed: pip install matplotlib")
 
 
 def size(count: float, unit: str = "B") -> str:
@@ -223,11 +224,11 @@ def size(count: float, unit: str = "B") -> str:
 
     Example:
 
-        >>> size(14_200_000), size(3_548_931, unit="")
-        ('14.2 MB', '3.5 M')
+        >>> size(14_200_000), size(3_548_931, unit=""), size(999_999)
+        ('14.2 MB', '3.5 M', '1.0 MB')
     """
     for prefix in ("", "k", "M"):
-        if count < 1000:
+        if count < (999.95 if prefix else 999.5):
             return f"{count:.1f} {prefix}{unit}".strip() if prefix else f"{count:.0f} {unit}".strip()
         count /= 1000
     return f"{count:.1f} G{unit}".strip()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +15,8 @@ from rich.padding import Padding
 from rich.table import Table
 
 from peft_surgical.cli import demo_data
-from peft_surgical.cli.common import share, size
+from peft_surgical.cli.common import size
+from peft_surgical.training.job import check_writable
 
 
 if TYPE_CHECKING:
@@ -51,7 +51,13 @@ def demo(
     minutes on two cores. The exit code is 1 if a check fails.
     """
     started = time.perf_counter()
-    _open(output)
+    check_writable("--output", output)
+    if output.exists() and any(output.iterdir()):
+        if not (output / MARKER).exists():
+            raise ValueError(f"--output {output} holds files that were not written by the demo. Choose another one.")
+        shutil.rmtree(output)  # of an earlier demo
+    output.mkdir(parents=True, exist_ok=True)
+    (output / MARKER).write_text("{}\n")
     run = Demo(console, output, QUICK if quick else FULL)
     run.introduce()
     run.tune_sentiment()
@@ -68,18 +74,8 @@ def demo(
     run.say_what_next()
 
 
-def _open(folder: Path) -> None:
-    """Empty the folder of an earlier demo."""
-    if folder.exists() and any(folder.iterdir()):
-        if not (folder / MARKER).exists():
-            raise ValueError(f"--output {folder} holds files that were not written by the demo. Choose another one.")
-        shutil.rmtree(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / MARKER).write_text("{}\n")
-
-
 class Demo:
-    """The steps of the demo, with the results of each run, and the checks and whether they hold."""
+    """The steps of the demo, with the results of each run by task and method, and the checks and whether they hold."""
 
     def __init__(self, console: Console, folder: Path, scale: dict[str, int]):
         self.console, self.folder, self.scale = console, folder, scale
@@ -87,13 +83,11 @@ class Demo:
         self.checks: dict[str, bool] = {}
 
     def say(self, text: str) -> None:
-        """Show a paragraph."""
         self.console.print(Padding(text, (0, 0, 0, 2)))
 
-    def step(self, number: int, title: str) -> None:
-        """Begin a step."""
+    def step(self, title: str) -> None:
         self.console.print()
-        self.console.rule(f"[bold]{number}. {title}", align="left", style="cyan")
+        self.console.rule(f"[bold]{title}", align="left", style="cyan")
 
     def introduce(self) -> None:
         """Say what is to come, and write the tasks."""
@@ -111,10 +105,9 @@ class Demo:
 
     def tune_sentiment(self) -> None:
         """Rank the layers, and tune the best."""
-        self.step(1, "Which layers matter for sentiment?")
+        self.step("1. Which layers matter for sentiment?")
         run = self.make_run("sentiment", "surgical")
-        ranking = run.rank(progress=False)
-        assert ranking is not None
+        ranking: Any = run.rank(progress=False)
         self.say(
             f"By the diagonal of the Fisher information on {self.scale['samples']} training tweets (Lodha et al., "
             "2023): how much a layer's weights sway the prediction.\n"
@@ -123,17 +116,17 @@ class Demo:
         ranking.plot(str(self.folder / "ranking.png"))
         self.say(f"\nTook {run.seconds['rank']:.1f} s. The same as a plot: {self.folder / 'ranking.png'}")
         self.checks["every layer has a score above zero"] = all(score > 0 for score in ranking.scores)
-        self.step(2, f"Sentiment: tune the top {TOP} layers")
+        self.step(f"2. Sentiment: tune the top {TOP} layers")
         self.tune("sentiment", self.make_run("sentiment", "head"))
         self.tune("sentiment", run)
 
     def tune_opinion(self) -> None:
         """Tune the last layers, then by SPAFIT."""
-        self.step(3, f"Opinion: tune the last {TOP} layers")
+        self.step(f"3. Opinion: tune the last {TOP} layers")
         self.say("The simplest choice (Lee et al., 2019), without a ranking. This task has another number of classes.")
         self.tune("opinion", self.make_run("opinion", "head"))
         self.tune("opinion", self.make_run("opinion", "last"))
-        self.step(4, "Opinion again, by SPAFIT")
+        self.step("4. Opinion again, by SPAFIT")
         self.say(
             "A little more from layer to layer (Arora & Wang, 2024): the lowest stays frozen, the next trains its "
             "bias terms, the others get LoRA."
@@ -141,13 +134,12 @@ class Demo:
         self.tune("opinion", self.make_run("opinion", "spafit"))
 
     def make_run(self, task: str, method: str) -> TrainingRun:
-        """A run of training on a task."""
         from peft_surgical.training.job import TrainingJob
         from peft_surgical.training.run import TrainingRun
 
         options: dict[str, Any] = {"top_k": TOP} if method in ("surgical", "last") else {}
         if method == "surgical":
-            options |= {"samples": self.scale["samples"], "head_seeds": self.scale["head_seeds"]}
+            options |= {name: self.scale[name] for name in ("samples", "head_seeds")}
         job = TrainingJob(
             model=str(demo_data.encoder_folder()),
             data=str(self.folder / "data" / task),
@@ -170,9 +162,7 @@ class Demo:
         method = run.job.method
         self.results[task, method] = results = run.finish()
         accuracy, rows = results["evaluation"]["accuracy"], results["evaluation"]["samples"]
-        layers = results["layers"].get("encoder")
-        what = f"layers {' and '.join(map(str, layers))} and the head" if layers else "the head alone"
-        self.say(f"Tuned {what}: [bold]{accuracy:.1%}[/] of {rows} held-out tweets right.")
+        self.say(f"Tuned {_tuned(results)}: [bold]{accuracy:.1%}[/] of {rows} held-out tweets right.")
         if method != "head":
             gain = accuracy - self.results[task, "head"]["evaluation"]["accuracy"]
             who = "SPAFIT beats" if method == "spafit" else "two tuned layers beat"
@@ -180,36 +170,31 @@ class Demo:
 
     def show_costs(self) -> None:
         """Show what each run took, and check the sizes of the files."""
-        self.step(5, "What it took")
+        from peft_surgical.training.card import share
+
+        self.step("5. What it took")
         table = Table("task", "tuned")
         for name in ("accuracy", "parameters", "of all", "file", "seconds"):
             table.add_column(name, justify="right")
         for (task, method), results in self.results.items():
-            spafit = method == "spafit"
+            name = f"{task}, SPAFIT" if method == "spafit" else task
             trained, total = results["parameters"]["trained"], results["parameters"]["total"]
-            layers, nbytes = results["layers"].get("encoder"), sum(results["files"].values())
-            tuned = f"layers {', '.join(map(str, layers))} + head" if layers else "head alone"
-            table.add_row(
-                task,
-                f"SPAFIT, {tuned}" if spafit else tuned,
-                f"{results['evaluation']['accuracy']:.1%}",
-                size(trained, ""),
-                share(trained, total),
-                size(nbytes),
-                f"{results['seconds']['train']:.0f}",
-                style=None if method == "head" else "bold",
-            )
+            nbytes = sum(results["files"].values())
+            accuracy, seconds = results["evaluation"]["accuracy"], results["seconds"]["train"]
+            cells = (f"{accuracy:.1%}", size(trained, ""), share(trained, total), size(nbytes), f"{seconds:.0f}")
+            table.add_row(name, _tuned(results), *cells, style=None if method == "head" else "bold")
             if method != "head":
                 extra = nbytes / (4 * trained) - 1
-                what = f"{task}{', SPAFIT' if spafit else ''}: the file is {extra:.2%} larger than its tensors"
-                self.checks[f"{what} (at most 1%)"] = 0 <= extra <= 0.01
+                self.checks[f"{name}: the file is {extra:.2%} larger than its tensors (at most 1%)"] = (
+                    0 <= extra <= 0.01
+                )
         self.console.print(table)
         whole = demo_data.encoder_folder() / "model.safetensors"
         self.say(f"The whole model would be {size(whole.stat().st_size)} per task.")
 
     def swap(self) -> demo_data.Resident:
         """Load all adapters onto one encoder, swap them, and compare the logits."""
-        self.step(6, f"One model in memory, three adapters, {SWAPS} swaps")
+        self.step(f"6. One model in memory, three adapters, {SWAPS} swaps")
         names = ("sentiment", "opinion", "opinion-spafit")
         resident = demo_data.Resident({name: self.folder / name for name in names})
         swapped = resident.swap(SENTENCES, SWAPS)
@@ -231,30 +216,21 @@ class Demo:
         self.console.print(table)
 
     def show_checks(self, seconds: float) -> None:
-        """Show whether all held, the time and the memory."""
-        self.step(7, "Checks")
+        """Show whether all held, and the time."""
+        self.step("7. Checks")
         for what, holds in self.checks.items():
             self.console.print(f"  {'[green]✓[/]' if holds else '[bold red]✗ FAILED:[/]'} {what}")
-        self.say(f"All in {seconds:.0f} s{_peak_memory()}.")
+        self.say(f"All in {seconds:.0f} s.")
 
     def say_what_next(self) -> None:
         """Name commands to go on with."""
-        self.step(8, "What next")
-        adapter = self.folder / "sentiment"
-        for command, about in {
-            f"less {adapter / 'README.md'}": "the model card: ranking, exact settings, results, use in Python",
-            f"peft-surgical evaluate {adapter}": "measure it again",
-            "peft-surgical train --model MODEL --data DATA --output OUT": "the same on your model and text",
-            "peft-surgical rank --model MODEL --data DATA --plot ranking.png": "which layers matter for your task",
-        }.items():
-            self.console.print(f"  [cyan]{command}[/]\n      {about}", soft_wrap=True)
+        self.step("8. What next")
+        self.say(f"[cyan]peft-surgical evaluate {self.folder / 'sentiment'}[/] measures it again")
+        self.say(
+            "[cyan]peft-surgical train --model MODEL --data DATA --output OUT[/] is the same on your model and text"
+        )
 
 
-def _peak_memory() -> str:
-    """The most memory that this process has held, in words, where the system tells."""
-    try:
-        import resource
-    except ImportError:  # Windows
-        return ""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # in bytes on macOS, else in kilobytes
-    return f", with {size(peak if sys.platform == 'darwin' else 1024 * peak)} of memory at most"
+def _tuned(results: dict[str, Any]) -> str:
+    layers = results["layers"].get("encoder")
+    return f"layers {', '.join(map(str, layers))} and the head" if layers else "the head alone"

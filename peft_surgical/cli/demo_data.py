@@ -94,20 +94,16 @@ def _package_file(package: str, ending: str) -> Path:
 
 
 class Swapped(NamedTuple):
-    """How swapping went: the time of a swap, and what stayed bit for bit as it was."""
+    """The time of a swap, how many gave the logits of the task loaded alone, and whether the encoder is as it was."""
 
     seconds: float
-    equal: int  # swaps that gave the logits of the task loaded alone
-    base_equal: bool  # without a task, the logits are the encoder's own
-    weights_equal: bool  # the encoder's weights are those of its file
+    equal: int
+    base_equal: bool
+    weights_equal: bool
 
 
 class Resident:
-    """One encoder in memory, with the adapters of several tasks.
-
-    Args:
-        folders: The folders of the adapters by task.
-    """
+    """One encoder in memory, with the adapters of several tasks, given by their folders."""
 
     def __init__(self, folders: dict[str, Path]):
         from peft_surgical.bank import DeltaBank

@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 
 from peft_surgical.cli.common import show_metrics
+from peft_surgical.training.job import check_writable
 
 
 _WRITERS = {".csv": "to_csv", ".jsonl": "to_json", ".parquet": "to_parquet"}
@@ -30,12 +31,14 @@ def evaluate(
 ) -> None:
     """Measure a trained model: on the evaluation rows of its training, or on other labelled text."""
     from peft_surgical.distributed import this_process
-    from peft_surgical.training.evaluation import evaluate
+    from peft_surgical.training.evaluation import evaluate, majority
 
-    if predictions is not None and predictions.suffix not in _WRITERS:
-        raise ValueError(f"--predictions {predictions}: allowed are files ending in {', '.join(_WRITERS)}.")
+    if output is not None:
+        check_writable("--output", output, (".json",))
+    if predictions is not None:
+        check_writable("--predictions", predictions, _WRITERS)
     result = evaluate(folder, model=model, data=data, subset=subset, split=split, batch_size=batch_size)
-    show_metrics(console, result.metrics, len(result.data), result.rows)
+    show_metrics(console, result.metrics, len(result.data), result.rows, majority(result.data, result.labels))
     if not this_process().is_main_process:  # the first one writes
         return
     if output is not None:

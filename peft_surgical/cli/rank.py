@@ -8,8 +8,8 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from peft_surgical.cli.common import read_job_fields
-from peft_surgical.training.job import TrainingJob
+from peft_surgical.cli.common import check_plot, read_job_fields
+from peft_surgical.training.job import TrainingJob, check_writable
 from peft_surgical.training.methods import describe_strata_by_rank
 
 
@@ -33,6 +33,9 @@ def rank(
     from peft_surgical.distributed import this_process
     from peft_surgical.training.prepare import prepare, rank
 
+    if output is not None:
+        check_writable("--output", output, (".json",))
+    check_plot("--plot", plot)
     job = TrainingJob(output="", select_on="none", **read_job_fields(options))
     ranking = rank(prepare(job), job, progress=not console.quiet)
     console.print(str(ranking), markup=False, soft_wrap=True)

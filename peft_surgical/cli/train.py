@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
-from peft_surgical.cli.common import read_job_fields, share, show_metrics, show_table, size
+from peft_surgical.cli.common import read_job_fields, show_metrics, show_table, size
 from peft_surgical.training.job import JOB_FILE, TrainingJob
 from peft_surgical.training.methods import METHODS, describe_strata_by_rank
 
 
 if TYPE_CHECKING:
+    from datasets import Dataset
+
+    from peft_surgical.training.data import Task
     from peft_surgical.training.run import TrainingRun
 
 
@@ -63,6 +67,8 @@ def _make_job(ctx: typer.Context, options: dict[str, Any], resume: bool) -> Trai
 
 
 def _show_start(console: Console, run: TrainingRun) -> None:
+    from peft_surgical.training.card import describe_majority
+
     job, task, parts = run.job, run.prepared.task, run.prepared.parts
     text = " + ".join(task.text_columns)
     if task.unused_columns:
@@ -70,10 +76,11 @@ def _show_start(console: Console, run: TrainingRun) -> None:
     rows = [
         ("Model", f"{job.model}, {size(run.total_parameters, '')} parameters"),
         ("Text", text),
-        ("Label", f"{task.label_column}: {', '.join(task.labels) if task.labels else 'a number'}"),
+        ("Label", f"{task.label_column}: {_count_classes(task, parts.train)}"),
         ("Train on", f"{len(parts.train):,} {parts.train_name}"),
         ("Choose on", f"{len(parts.selection):,} rows: {parts.selection_name}" if parts.selection else "nothing"),
         ("Measure on", f"{len(parts.evaluation):,} rows: {parts.evaluation_name}"),
+        *([("Most are", describe_majority(run.majority))] if run.majority else []),
         ("Method", f"{job.method}, {METHODS[job.method].about}; learning rate {job.peak_learning_rate:g}"),
     ]
     show_table(console, rows)
@@ -84,11 +91,26 @@ def _show_start(console: Console, run: TrainingRun) -> None:
         )
 
 
+def _count_classes(task: Task, rows: Dataset) -> str:
+    """The classes, each with its number of training rows, the most frequent first."""
+    if not task.labels:
+        return "a number"
+    shown = [f"{task.labels[i]} {count:,}" for i, count in Counter(rows["labels"][:]).most_common(20)]
+    left = len(task.labels) - len(shown)
+    return ", ".join(shown) + (f" and {left} more classes" if left else "")
+
+
 def _show_end(console: Console, job: TrainingJob, results: dict[str, Any]) -> None:
-    from peft_surgical.training.card import describe_layers, describe_selection
+    from peft_surgical.training.card import describe_layers, describe_selection, share
 
     evaluation = dict(results["evaluation"])
-    show_metrics(console, count=evaluation.pop("samples"), rows=evaluation.pop("rows"), metrics=evaluation)
+    show_metrics(
+        console,
+        count=evaluation.pop("samples"),
+        rows=evaluation.pop("rows"),
+        metrics=evaluation,
+        majority=results["majority"],
+    )
     trained, total = results["parameters"]["trained"], results["parameters"]["total"]
     rows = [
         ("Chosen", describe_selection(results)),

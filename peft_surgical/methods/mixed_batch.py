@@ -50,23 +50,26 @@ def adapter_names_in_forward(
     has_encoder = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
     encoder = model.get_encoder() if num_beams > 1 and has_encoder else None
     in_encoder = {id(m) for m in encoder.modules()} if encoder is not None else set()
-    handles = []
+    handles, is_on = [], [True]  # an interrupt may leave hooks behind, which then do nothing
     try:
         for module in model.modules():
             if isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper)) and isinstance(module, nn.Module):
                 names = list(adapter_names) if id(module) in in_encoder else repeated
                 if isinstance(module, AuxiliaryTrainingWrapper):  # PEFT's own does not know adapters without a copy
                     names = [name if name in module._adapters else BASE for name in names]
-                hook = partial(_add_adapter_names, adapter_names=names)
+                hook = partial(_add_adapter_names, adapter_names=names, is_on=is_on)
                 handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
         yield
     finally:
+        is_on.clear()
         for handle in handles:
             handle.remove()
 
 
-def _add_adapter_names(module: nn.Module, args: tuple, kwargs: dict, adapter_names: list[str]) -> tuple[tuple, dict]:
-    return args, {**kwargs, "adapter_names": adapter_names}
+def _add_adapter_names(
+    module: nn.Module, args: tuple, kwargs: dict, adapter_names: list[str], is_on: list[bool]
+) -> tuple[tuple, dict]:
+    return args, {**kwargs, "adapter_names": adapter_names} if is_on else kwargs
 
 
 def _check(tuner: Any, used: Sequence[str]) -> None:

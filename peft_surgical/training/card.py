@@ -18,7 +18,7 @@ from transformers import TrainerState
 from peft_surgical import __version__
 from peft_surgical.ranking.ranking import LayerRanking
 from peft_surgical.training.data import Parts, Task
-from peft_surgical.training.job import JOB_FILE, TrainingJob
+from peft_surgical.training.job import JOB_FILE, TrainingJob, check_writable
 from peft_surgical.training.methods import METHODS
 
 
@@ -31,19 +31,15 @@ _LIBRARIES = ("torch", "transformers", "peft", "accelerate", "datasets")
 
 
 def check_folder(job: TrainingJob, *, resume: bool = False, overwrite: bool = False) -> None:
-    """Make sure that a job may write its folder.
-
-    Args:
-        job: The job.
-        resume: Accept the folder of the same job, if it is not finished.
-        overwrite: Accept the folder of any job.
+    """Make sure that a job may write its folder: a new one, or to resume its own, or to overwrite that of any job.
 
     Raises:
-        ValueError: The folder is in use otherwise; the message says what to do.
+        ValueError: It may not; the message says what to do.
     """
     folder = Path(job.output)
     if resume and overwrite:
         raise ValueError("--resume goes on with what is in the folder and --overwrite empties it. Drop one.")
+    check_writable("--output", folder)
     if not folder.exists() or not any(folder.iterdir()):
         return
     if not (folder / JOB_FILE).exists():
@@ -92,17 +88,7 @@ def make_results(
     evaluation: dict[str, float],
     **measured: Any,
 ) -> dict[str, Any]:
-    """The content of `metrics.json`.
-
-    Args:
-        job: What was asked.
-        task: The task.
-        parts: Its rows by use.
-        state: Where the Trainer ended.
-        metric: What the best checkpoint was chosen by.
-        evaluation: What the Trainer measured on the evaluation rows.
-        measured: More of the content, as it is: `layers`, `parameters` and `seconds`.
-    """
+    """The content of `metrics.json`; `measured` is more of it, as it is."""
     selection = None
     if parts.selection is not None:
         best = state.best_model_checkpoint
@@ -134,15 +120,7 @@ def make_results(
 def write_model_card(
     folder: str | Path, job: TrainingJob, parts: Parts, results: dict[str, Any], ranking: LayerRanking | None
 ) -> None:
-    """Write `README.md` into the folder of a trained model.
-
-    Args:
-        folder: The folder.
-        job: What was asked.
-        parts: The rows by use.
-        results: The content of `metrics.json`.
-        ranking: The ranking that chose the layers, if one did.
-    """
+    """Write `README.md` into the folder of a trained model; `results` is the content of `metrics.json`."""
     task, evaluation, training = results["task"], results["evaluation"], results["training"]
     metrics = {name: value for name, value in evaluation.items() if name not in ("rows", "samples")}
     metadata = ModelCardData(
@@ -155,7 +133,6 @@ def write_model_card(
     wanted = f"the classes {', '.join(task['labels'])}" if task["labels"] else "an amount"
     columns = " and ".join(f"`{column}`" for column in task["text_columns"])
     trained, total = results["parameters"]["trained"], results["parameters"]["total"]
-    percent = 100 * trained / total
     layers = describe_layers(results)
     notes = ""
     if parts.optimistic:
@@ -178,7 +155,7 @@ def write_model_card(
 `{job.model}`, tuned by the method *{job.method}* ({METHODS[job.method].about}) to tell {wanted} from {columns} of \
 `{job.data}`.
 
-Trained: {trained:,} of {total:,} parameters ({percent:.3g}%){f", in the layers: {layers}" if layers else ""}.
+Trained: {trained:,} of {total:,} parameters ({share(trained, total)}){f", in the layers: {layers}" if layers else ""}.
 
 ## Results
 
@@ -187,6 +164,8 @@ Measured on {evaluation["samples"]:,} rows: {evaluation["rows"]}.
 | {" | ".join(metrics)} |
 |{" ---: |" * len(metrics)}
 | {" | ".join(f"{value:.4f}" for value in metrics.values())} |
+
+{describe_majority(results["majority"])}
 
 Trained on {training["samples"]:,} {training["rows"]}. {describe_selection(results)}{notes}
 
@@ -207,6 +186,20 @@ Made with {", ".join(f"{name} {number}" for name, number in results["versions"].
     (Path(folder) / "README.md").write_text(text, encoding="utf-8")
 
 
+def share(part: float, whole: float) -> str:
+    """A share in percent, with two significant digits.
+
+    Example:
+
+        >>> share(770, 22_713_986), share(1, 3), share(4, 3), share(1, 10**8)
+        ('0.0034%', '33%', '133%', '<0.001%')
+    """
+    percent = 100 * part / whole
+    if 0 < percent < 0.001:
+        return "<0.001%"
+    return f"{percent:.2g}%" if percent < 99.5 else f"{percent:.0f}%"
+
+
 def describe_selection(results: dict[str, Any]) -> str:
     """How the checkpoint was chosen, in a sentence or two, from the content of `metrics.json`."""
     selection = results["selection"]
@@ -217,6 +210,14 @@ def describe_selection(results: dict[str, Any]) -> str:
         f"The checkpoint with the best {selection['metric']}{best} was taken, measured on {selection['samples']:,} "
         f"rows: {selection['rows']}."
     )
+
+
+def describe_majority(majority: dict[str, Any] | None) -> str:
+    """What is reached by always saying the most frequent class, in a sentence; nothing for regression."""
+    if majority is None:
+        return ""
+    metrics = ", ".join(f"{name} {value:.4f}" for name, value in majority.items() if name not in ("label", "share"))
+    return f"Always '{majority['label']}', the class of {share(majority['share'], 1)} of these rows, has {metrics}."
 
 
 def describe_layers(results: dict[str, Any]) -> str:

@@ -135,19 +135,7 @@ def split_rows(
     max_train_samples: int | None = None,
     seed: int = 0,
 ) -> Parts:
-    """Split the rows of a task into training, selection and evaluation rows.
-
-    Args:
-        task: The task.
-        eval_split: The split to evaluate on. Without: the validation split, else the test split, else a part cut off
-            the training split.
-        select_on: `"held-out"`, a part cut off the training split; `"none"`; or the name of a split.
-        held_out: The fraction of the training split to cut off.
-        max_train_samples: The most training rows, a random draw of those left.
-        seed: Seed of the draws.
-
-    Returns:
-        The parts.
+    """Split the rows of a task into training, selection and evaluation rows, as the fields of `TrainingJob` say.
 
     Raises:
         ValueError: A split is missing, or is to be used for two things that exclude each other.
@@ -188,14 +176,6 @@ def split_rows(
 
 def train_test_split(data: Dataset, part: float, seed: int) -> tuple[Dataset, Dataset]:
     """Cut a random part off a split, with the same mix of classes where every class is frequent enough.
-
-    Args:
-        data: Rows with `labels`.
-        part: The fraction of the rows to cut off, 0 to 1.
-        seed: Seed of the draw.
-
-    Returns:
-        The rows that stay and the rows cut off.
 
     Raises:
         ValueError: One of the two would be empty.

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -57,6 +60,19 @@ class Evaluation:
         return Dataset.from_dict({**columns, "prediction": self.predictions})
 
 
+@contextmanager
+def precision_restored() -> Iterator[None]:
+    """Let a run in bfloat16 not make all later ones be so: transformers 4 notes it in the environment."""
+    name = "ACCELERATE_MIXED_PRECISION"
+    before = os.environ.get(name)
+    try:
+        yield
+    finally:
+        os.environ.pop(name, None)
+        os.environ.update({} if before is None else {name: before})
+
+
+@precision_restored()
 def evaluate(
     folder: str | Path,
     *,
@@ -112,17 +128,7 @@ class JointTrainer(Trainer):
 
 
 def make_trainer(model: nn.Module, arguments: TrainingArguments, collator: Any, **options: Any) -> Trainer:
-    """A Trainer that computes the metrics of the task and shows nothing by itself.
-
-    Args:
-        model: The model.
-        arguments: The Trainer's arguments.
-        collator: Pads rows into a batch.
-        options: More options for the Trainer: data sets and callbacks.
-
-    Returns:
-        The Trainer.
-    """
+    """A Trainer that computes the metrics of the task and shows nothing by itself; `options` go to it."""
     trainer = JointTrainer(
         model=model,
         args=arguments,
@@ -183,6 +189,23 @@ def compute_metrics(outputs: Any, targets: Any) -> dict[str, float]:
     if np.issubdtype(targets.dtype, np.floating):
         return _compare_amounts(outputs.reshape(len(targets)), targets)
     return _compare_classes(outputs.argmax(-1), targets, classes=outputs.shape[-1])
+
+
+def majority(data: Dataset, labels: Sequence[str]) -> dict[str, Any] | None:
+    """The most frequent class, its share of the rows, and the metrics of always saying it; None for regression.
+
+    Example:
+
+        >>> majority(Dataset.from_dict({"labels": [1, 1, 1, 0]}), ["bad", "good"])["share"]
+        0.75
+    """
+    if not labels:
+        return None
+    targets = np.asarray(data["labels"][:])
+    counts = np.bincount(targets, minlength=len(labels))
+    best = int(counts.argmax())
+    metrics = _compare_classes(np.full_like(targets, best), targets, len(labels))
+    return {"label": labels[best], "share": float(counts[best] / len(targets)), **metrics}
 
 
 def require_metrics() -> None:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable
+import os
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -27,23 +28,14 @@ METRICS: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Option:
-    """What a field of `TrainingJob` means, and which values it may have.
-
-    Args:
-        help: What the command line says about it.
-        panel: The part of the command line's help that it stands in.
-        names: Its names on the command line, if not that of the field.
-        choices: The values allowed.
-        positive: Whether it must be above 0.
-        fraction: Whether it must be from 0 to below 1.
-    """
+    """What a field of `TrainingJob` means, and which values it may have."""
 
     help: str
-    panel: str | None = None
-    names: tuple[str, ...] = ()
+    panel: str | None = None  # the part of the command line's help that it stands in
+    names: tuple[str, ...] = ()  # on the command line, if not that of the field
     choices: Iterable[str] = ()
     positive: bool = False
-    fraction: bool = False
+    fraction: bool = False  # from 0 to below 1
 
 
 _MODEL, _DATA, _METHOD, _RANKING, _CHOICE, _TRAINING = (
@@ -83,7 +75,9 @@ class TrainingJob:
     method: Annotated[str, _METHOD(f"What to train. {_METHODS}.", choices=METHODS)] = "surgical"
     top_k: Annotated[
         int | None,
-        _METHOD("How many layers to tune. Default: 5 of 12 for surgical, in proportion; a quarter for last."),
+        _METHOD(
+            "How many layers to tune. Default: 5 of 12 for surgical, in proportion; a quarter for last.", positive=True
+        ),
     ] = None
     layers: Annotated[
         str | tuple[int | str, ...] | None,
@@ -109,8 +103,10 @@ class TrainingJob:
         ),
     ] = ()
     lora_r: Annotated[int | None, _METHOD("Rank of LoRA. Default: lora 8, spafit 64.", positive=True)] = None
-    lora_alpha: Annotated[int | None, _METHOD("Scale of LoRA. Default: lora 16, spafit 128.")] = None
-    lora_dropout: Annotated[float | None, _METHOD("Dropout in LoRA. Default: lora 0.1, spafit 0.")] = None
+    lora_alpha: Annotated[int | None, _METHOD("Scale of LoRA. Default: lora 16, spafit 128.", positive=True)] = None
+    lora_dropout: Annotated[float | None, _METHOD("Dropout in LoRA. Default: lora 0.1, spafit 0.", fraction=True)] = (
+        None
+    )
     ranking: Annotated[str | None, _RANKING("A saved ranking to use in place of a new one.")] = None
     samples: Annotated[int, _RANKING("Training rows to rank the layers on.", positive=True)] = 100
     score: Annotated[str, _RANKING("What the layers are ranked by: fisher, or another registered score.")] = "fisher"
@@ -141,7 +137,7 @@ class TrainingJob:
         str | None, _DATA("classification or regression. Inferred from the labels if not given.", choices=METRICS)
     ] = None
     max_length: Annotated[int, _DATA("Texts are cut to this many tokens.", positive=True)] = 256
-    max_train_samples: Annotated[int | None, _DATA("Train on this many rows, a random draw.")] = None
+    max_train_samples: Annotated[int | None, _DATA("Train on this many rows, a random draw.", positive=True)] = None
     eval_split: Annotated[
         str | None,
         _CHOICE(
@@ -163,7 +159,7 @@ class TrainingJob:
     batch_size: Annotated[int, _TRAINING("Rows per batch and device.", positive=True)] = 16
     gradient_accumulation: Annotated[int, _TRAINING("Batches per optimizer step.", positive=True)] = 1
     learning_rate: Annotated[
-        float | None, _TRAINING(f"Default by method: {_RATES}.", names=("--learning-rate", "--lr"))
+        float | None, _TRAINING(f"Default by method: {_RATES}.", names=("--learning-rate", "--lr"), positive=True)
     ] = None
     weight_decay: Annotated[float, _TRAINING("Weight decay of AdamW.")] = 0.01
     warmup: Annotated[float, _TRAINING("The part of the steps in which the learning rate rises.", fraction=True)] = (
@@ -206,6 +202,13 @@ class TrainingJob:
     def needs_ranking(self) -> bool:
         """Whether layers are chosen by a ranking."""
         return METHODS[self.method].ranks(self.method_options)
+
+    def metric_for(self, kind: str) -> str:
+        """The metric that the best checkpoint of a kind of task is chosen by, if the one given is of that kind."""
+        allowed = (*METRICS[kind], "loss")
+        if self.metric is not None and self.metric not in allowed:
+            raise ValueError(f"--metric {self.metric}: for {kind} allowed are {', '.join(allowed)}.")
+        return self.metric or allowed[0]
 
     def save(self, folder: str | Path) -> None:
         """Write the job into a folder, as `job.json`."""
@@ -265,6 +268,22 @@ def flag(name: str) -> str:
         '--top-k'
     """
     return "--" + name.replace("_", "-")
+
+
+def check_writable(option: str, path: str | Path, endings: Collection[str] = ()) -> None:
+    """Make sure that a folder can be written later on; with endings, a file with one of them in a folder that exists.
+
+    Raises:
+        ValueError: It cannot be; the message names the option and says why.
+    """
+    path = Path(path).absolute()
+    if endings and path.suffix.lower() not in endings:
+        raise ValueError(f"{option} {path}: allowed are files ending in {', '.join(endings)}.")
+    place = path.parent if endings else next(place for place in (path, *path.parents) if place.exists())
+    if not place.is_dir():
+        raise ValueError(f"{option} {path}: {place} is not a folder.")
+    if not os.access(place, os.W_OK):
+        raise ValueError(f"{option} {path}: {place} cannot be written to.")
 
 
 def _check(name: str, value: Any, option: Option) -> None:

@@ -62,6 +62,30 @@ def adapt_surgical(model: nn.Module, options: Options, ranking: LayerRanking | N
     return _tune_layers(model, head, ranking=ranking, top_k=options["top_k"] or default_top_k(len(ranking.scores)))
 
 
+def check_layers(options: Options, model: nn.Module | None) -> None:
+    """Check that the model has the layers that are named, or as many as the ranking that is named.
+
+    Raises:
+        ValueError: It has not.
+    """
+    from peft_surgical.layers import choose_stack, resolve_layers
+    from peft_surgical.ranking.ranking import LayerRanking
+
+    if model is None:
+        return
+    layers, file, top_k = (options.get(name) for name in ("layers", "ranking", "top_k"))
+    if layers is not None:
+        resolve_layers(model, _in_stack(options, layers))
+        return
+    ranking = LayerRanking.load(file) if file is not None else None
+    stack = choose_stack(model, options.get("stack") if ranking is None else ranking.stack)
+    depth = len(stack)
+    if ranking is not None and len(ranking.scores) != depth:
+        raise ValueError(f"--ranking {file} ranks {len(ranking.scores)} layers; {stack.name} has {depth}.")
+    if top_k is not None and top_k > depth:
+        raise ValueError(f"--top-k {top_k}: {stack.name} has {depth} layers; allowed are 1 to {depth}.")
+
+
 def adapt_last(model: nn.Module, options: Options, ranking: LayerRanking | None, head: Head) -> nn.Module:
     """All weights of the last layers, a quarter of them by default (Lee et al., 2019)."""
     last = f"last:{options['top_k']}" if options["top_k"] else "last:25%"
@@ -105,7 +129,9 @@ def check_spafit(options: Options, model: nn.Module | None) -> None:
     from peft_surgical.methods.stratified.strata import resolve_strata
     from peft_surgical.methods.stratified.tensors import choose
 
-    if options["ranking"] is None:
+    if options["ranking"] is not None:
+        check_layers(options, model)
+    else:
         config = spafit_config(options)
         if model is not None:
             choose(resolve_strata(model, config), lambda path: False)
@@ -113,11 +139,6 @@ def check_spafit(options: Options, model: nn.Module | None) -> None:
 
 def spafit_config(options: Options, ranking: LayerRanking | None = None, head: Head = None) -> StratifiedConfig:
     """The config that the options of `--method spafit` describe.
-
-    Args:
-        options: The options.
-        ranking: The ranking, if the options name one.
-        head: The modules of the task's head.
 
     Raises:
         ValueError: The options do not go together.
@@ -155,10 +176,6 @@ def spafit_counts(depth: int, group_2: str = "bitfit") -> dict[str, int]:
 
 def describe_strata_by_rank(ranking: LayerRanking, group_2: str = "bitfit") -> str:
     """The strata that `StratifiedConfig.by_ranking` makes of a ranking with the default counts, in words.
-
-    Args:
-        ranking: The ranking.
-        group_2: What is tuned in the layers that come after those with LoRA, `"bitfit"` or `"norm"`.
 
     Example:
 
@@ -213,8 +230,11 @@ METHODS: dict[str, Method] = {
         5e-5,
         frozenset({"top_k", "layers", "stack", *_RANKING}),
         ranks=lambda options: options["layers"] is None,
+        check=check_layers,
     ),
-    "last": Method(adapt_last, "all weights of the last layers", 5e-5, frozenset({"top_k", "stack"})),
+    "last": Method(
+        adapt_last, "all weights of the last layers", 5e-5, frozenset({"top_k", "stack"}), check=check_layers
+    ),
     # Arora and Wang (2024), section 5
     "full": Method(lambda model, *rest: model, "all weights", 2e-5),
     "head": Method(adapt_head, "the task's head alone", 1e-3),

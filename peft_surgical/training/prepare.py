@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,12 +13,16 @@ from datasets import Dataset
 from peft import PeftModel, TaskType
 from torch import nn
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, DataCollatorWithPadding, set_seed
+from transformers.integrations import get_available_reporting_integrations
 
 from peft_surgical.distributed import this_process
+from peft_surgical.fisher.objective import LABEL_MODES
 from peft_surgical.methods.heads import head_names
 from peft_surgical.ranking.rank import LayerRanking, rank_layers
+from peft_surgical.ranking.scores import AGGREGATIONS, find_score
 from peft_surgical.training.data import Parts, Task, read_splits, split_rows
-from peft_surgical.training.job import TrainingJob
+from peft_surgical.training.job import TrainingJob, flag
+from peft_surgical.training.methods import METHODS
 from peft_surgical.training.tasks import encode, make_task
 
 
@@ -45,11 +50,12 @@ class Prepared:
 
 
 def prepare(job: TrainingJob) -> Prepared:
-    """Read the data and load the model of a job.
+    """Read the data and load the model of a job, whose options are checked first.
 
     Raises:
-        ValueError: The data or the model cannot be read or do not fit together.
+        ValueError: An option is not allowed; or the data or the model cannot be read or do not fit together.
     """
+    _check_options(job)
     with this_process().main_process_first():
         task = make_task(
             read_splits(job.data, subset=job.subset, encoding=job.encoding),
@@ -57,12 +63,32 @@ def prepare(job: TrainingJob) -> Prepared:
             label_column=job.label_column,
             kind=job.task,
         )
+        job.metric_for(task.kind)
         parts = split_by_use(task, job)
     tokenizer = load_tokenizer(job.model)
     model, head = load_classifier(job.model, task.labels, tokenizer, seed=job.seed, dtype=job.dtype)
     train = encode(parts.train, tokenizer, max_length(job, tokenizer, model))
     model.to(this_process().device)
     return Prepared(task, parts, train, tokenizer, model, head, DataCollatorWithPadding(tokenizer))
+
+
+def _check_options(job: TrainingJob) -> None:
+    """Check what the job itself could not without loading libraries."""
+    METHODS[job.method].check(job.method_options, None)
+    find_score(job.score)
+    for name, allowed in (("fisher_labels", LABEL_MODES), ("aggregation", AGGREGATIONS)):
+        if getattr(job, name) not in allowed:
+            raise ValueError(f"{flag(name)} {getattr(job, name)}: allowed are {', '.join(allowed)}.")
+    if job.ranking is not None:
+        LayerRanking.load(job.ranking)
+    if job.report_to not in (None, "all", "none", *(installed := get_available_reporting_integrations())):
+        raise ValueError(f"--report-to {job.report_to}: installed are {', '.join(installed) or 'none'}.")
+    try:
+        codecs.lookup(job.encoding)
+    except LookupError as error:
+        raise ValueError(f"--encoding: {error}, such as utf-8 or latin-1.") from None
+    if job.fp16 and this_process().device.type == "cpu":
+        raise ValueError("--fp16 needs a GPU. Drop it, or use --bf16.")
 
 
 def split_by_use(task: Task, job: TrainingJob) -> Parts:
@@ -78,13 +104,7 @@ def max_length(job: TrainingJob, tokenizer: Any, model: nn.Module) -> int:
 
 
 def rank(prepared: Prepared, job: TrainingJob, *, progress: bool = True) -> LayerRanking:
-    """Rank the layers of a job's model on its training rows; the ranking is the same on all processes.
-
-    Args:
-        prepared: What the job starts from.
-        job: The job.
-        progress: Whether to show progress.
-    """
+    """Rank the layers of a job's model on its training rows; the ranking is the same on all processes."""
     return rank_layers(
         prepared.model,
         prepared.train,
@@ -119,14 +139,7 @@ def load_tokenizer(model: str) -> Any:
 def load_classifier(
     model: str, labels: Sequence[str], tokenizer: Any, *, seed: int = 0, dtype: str = "float32"
 ) -> tuple[nn.Module, list[str]]:
-    """Load a base model with a head for a task.
-
-    Args:
-        model: A folder or a name on the hub.
-        labels: Names of the classes; none for regression.
-        tokenizer: The tokenizer, which tells the padding token.
-        seed: Seed of a new head.
-        dtype: Type of the weights, or `"auto"` for the type that they are stored in.
+    """Load a base model with a head for a task, which `seed` draws if it is new. No labels are regression.
 
     Returns:
         The model, and the modules that belong to the task: the head, and whatever else the checkpoint has no weights
@@ -159,32 +172,14 @@ def load_classifier(
 def load_trained(
     folder: str, base: str, labels: Sequence[str], tokenizer: Any, *, dtype: str = "float32"
 ) -> nn.Module:
-    """Load what `peft-surgical train` saved: an adapter onto its base model, or a whole model.
-
-    Args:
-        folder: The folder that was written.
-        base: The base model, a folder or a name on the hub.
-        labels: Names of the classes; none for regression.
-        tokenizer: The tokenizer.
-        dtype: Type of the base's weights.
-
-    Returns:
-        The model, ready to predict.
-    """
+    """Load what `peft-surgical train` saved, ready to predict: an adapter onto its base model, or a whole model."""
     is_adapter = (Path(folder) / "adapter_config.json").exists()
     model, _ = load_classifier(base if is_adapter else folder, labels, tokenizer, dtype=dtype)
     return (PeftModel.from_pretrained(model, folder) if is_adapter else model).eval()
 
 
 def new_modules(model: nn.Module, keys: Iterable[str]) -> list[str]:
-    """The outermost modules all of whose parameters are new.
-
-    Args:
-        model: A model.
-        keys: The names of its parameters that the checkpoint had no values for.
-
-    Returns:
-        Paths of modules, in the order of the model.
+    """The paths of the outermost modules all of whose parameters are new, that is, among the keys.
 
     Example:
 

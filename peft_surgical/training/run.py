@@ -13,7 +13,7 @@ from torch import nn
 from transformers import ProgressCallback, TrainerCallback, TrainingArguments
 
 from peft_surgical.distributed import this_process
-from peft_surgical.layers import choose_stack, find_stacks
+from peft_surgical.layers import find_stacks
 from peft_surgical.ranking.rank import LayerRanking
 from peft_surgical.training.card import (
     CHECKPOINTS,
@@ -25,8 +25,14 @@ from peft_surgical.training.card import (
     write_json,
     write_model_card,
 )
-from peft_surgical.training.evaluation import make_trainer, require_metrics, shared_arguments
-from peft_surgical.training.job import METRICS, TrainingJob
+from peft_surgical.training.evaluation import (
+    majority,
+    make_trainer,
+    precision_restored,
+    require_metrics,
+    shared_arguments,
+)
+from peft_surgical.training.job import TrainingJob
 from peft_surgical.training.methods import METHODS
 from peft_surgical.training.prepare import max_length, prepare, rank
 from peft_surgical.training.tasks import encode
@@ -89,20 +95,13 @@ class TrainingRun:
         self.folder = Path(job.output)
         self.callbacks = callbacks
         self.resume = resume
-        method = METHODS[job.method]
-        method.check(job.method_options, None)
         require_metrics()
         check_folder(job, resume=resume, overwrite=overwrite)
         self.prepared = prepare(job)
-        self.metric = job.metric or METRICS[self.prepared.task.kind][0]
-        allowed = (*METRICS[self.prepared.task.kind], "loss")
-        if self.metric not in allowed:
-            raise ValueError(
-                f"--metric {self.metric}: for {self.prepared.task.kind} allowed are {', '.join(allowed)}."
-            )
-        _check_top_k(job, self.prepared.model)
-        method.check(job.method_options, self.prepared.model)
+        self.metric = job.metric_for(self.prepared.task.kind)
+        METHODS[job.method].check(job.method_options, self.prepared.model)
         self.total_parameters = sum(p.numel() for p in self.prepared.model.parameters())
+        self.majority = majority(self.prepared.parts.evaluation, self.prepared.task.labels)
         self.ranking: LayerRanking | None = None
         self.seconds: dict[str, float] = {}
         if this_process().is_main_process:
@@ -135,6 +134,7 @@ class TrainingRun:
             self.ranking.save(str(file))
         return self.ranking
 
+    @precision_restored()
     def fit(self) -> None:
         """Train, with a checkpoint after each epoch, and end with the best one."""
         started = time.perf_counter()
@@ -175,6 +175,7 @@ class TrainingRun:
             self.trainer.state,
             self.metric,
             measured,
+            majority=self.majority,
             layers=self.tuned_layers,
             parameters={"total": self.total_parameters, "trained": self.trained_parameters},
             seconds={name: round(value, 2) for name, value in self.seconds.items()},
@@ -216,17 +217,7 @@ def train(job: TrainingJob, *, resume: bool = False, overwrite: bool = False) ->
 
 
 def training_arguments(job: TrainingJob, model: nn.Module, samples: int, metric: str | None) -> TrainingArguments:
-    """The arguments of the Trainer that trains.
-
-    Args:
-        job: The job.
-        model: The model, made ready to be trained.
-        samples: The number of training rows.
-        metric: What the best checkpoint is chosen by; None takes the last one.
-
-    Returns:
-        The arguments.
-    """
+    """The arguments of the Trainer that trains `model`; without a metric the last checkpoint is taken."""
     more = shared_arguments(job)
     if metric is not None:
         more |= {
@@ -262,15 +253,6 @@ def _warmup_steps(job: TrainingJob, samples: int) -> int:
     per_step = job.batch_size * job.gradient_accumulation * this_process().num_processes
     steps = job.max_steps if job.max_steps > 0 else job.epochs * -(-samples // per_step)
     return round(job.warmup * steps)
-
-
-def _check_top_k(job: TrainingJob, model: nn.Module) -> None:
-    if job.top_k is not None:
-        stack = choose_stack(model, job.stack)
-        if not 1 <= job.top_k <= len(stack):
-            raise ValueError(
-                f"--top-k {job.top_k}: {stack.name} has {len(stack)} layers; allowed are 1 to {len(stack)}."
-            )
 
 
 def tuned_layers(model: nn.Module) -> dict[str, list[int]]:

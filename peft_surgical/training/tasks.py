@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -25,6 +26,7 @@ TEXT_PAIRS = (
 TEXTS = ("text", "sentence", "content")
 LABELS = ("label", "labels", "target", "class")
 MOST_CLASSES_FROM_NUMBERS = 50
+FEW_CLASSES = 10  # so few that each may occur once in a toy data set
 
 
 def make_task(
@@ -51,7 +53,8 @@ def make_task(
         The task.
 
     Raises:
-        ValueError: The columns or the kind cannot be told, a label is unknown, or there are fewer than two classes.
+        ValueError: The columns or the kind cannot be told, a label is unknown, there are fewer than two classes, or
+            a label is neither a class nor a number, such as a list of several.
 
     Example:
 
@@ -63,6 +66,7 @@ def make_task(
     reference = splits[find_split(splits, "train") or next(iter(splits))]
     label = _find_label_column(reference, label_column)
     texts, unused = _find_text_columns(reference, text_columns, label)
+    _check_types(reference, texts, label)
     labelled = {name: rows for name, data in splits.items() if (rows := _labelled_rows(name, data, label)) is not None}
     if not labelled:
         raise ValueError(f"Column {label!r} holds no label in any of the splits {[*splits]}.")
@@ -76,16 +80,7 @@ def make_task(
 
 
 def encode(data: Dataset, tokenizer: Any, max_length: int) -> Dataset:
-    """Turn the texts of one split of a task into token ids, cut to `max_length` tokens and not padded.
-
-    Args:
-        data: Rows with `text`, perhaps `text_pair`, and `labels`.
-        tokenizer: A tokenizer of transformers.
-        max_length: The most tokens a row may have; of two texts the longer is cut.
-
-    Returns:
-        Rows with the tokenizer's columns and `labels`.
-    """
+    """Turn the texts of one split of a task into token ids, cut to `max_length` tokens and not padded."""
 
     def tokenize(rows: dict[str, list]) -> dict[str, list]:
         pair = rows.get("text_pair")
@@ -133,6 +128,18 @@ def _is_text(feature: Any) -> bool:
     return isinstance(feature, Value) and feature.dtype in ("string", "large_string")
 
 
+def _check_types(data: Dataset, texts: Sequence[str], label: str) -> None:
+    for column in texts:
+        if not _is_text(data.features[column]):
+            raise ValueError(f"--text-column {column}: it holds {data.features[column]}, not text.")
+    feature = data.features[label]
+    if not isinstance(feature, (ClassLabel, Value)) or feature.dtype.startswith(("binary", "date", "time")):
+        raise ValueError(
+            f"Column {label!r} holds {feature}. Supported are one class or one number a row; several labels a row, as "
+            "for multi-label classification or for tagging tokens, are not. Name another column with --label-column."
+        )
+
+
 def _labelled_rows(name: str, data: Dataset, label: str) -> Dataset | None:
     """The rows that have a label (unlabelled test rows carry -1, NaN or nothing), or None if there is none."""
     if label not in data.column_names:
@@ -147,16 +154,26 @@ def _labelled_rows(name: str, data: Dataset, label: str) -> Dataset | None:
 
 def _guess_kind(data: Dataset, label: str) -> str:
     feature = data.features[label]
-    if isinstance(feature, ClassLabel) or _is_text(feature) or feature.dtype == "bool":
+    if isinstance(feature, ClassLabel):
         return "classification"
-    values = set(data[label][:])
-    if "float" in feature.dtype and not all(float(v).is_integer() for v in values):
+    counts = Counter(data[label][:])
+    once = sum(count == 1 for count in counts.values())
+    are_many = len(counts) > FEW_CLASSES and once > len(counts) / 2
+    what = f"Column {label!r} holds {len(counts)} different values in {len(data)} rows, {once} of which occur once"
+    if _is_text(feature) or feature.dtype == "bool":
+        if are_many:
+            raise ValueError(
+                f"{what}, such as {next(iter(counts))[:50]!r}: no classes that could be learned. Name the column with "
+                "the class with --label-column, or insist with --task classification."
+            )
+        return "classification"
+    if "float" in feature.dtype and not all(float(v).is_integer() for v in counts):
         return "regression"
-    if "int" in feature.dtype and len(values) <= MOST_CLASSES_FROM_NUMBERS:
+    if "int" in feature.dtype and len(counts) <= MOST_CLASSES_FROM_NUMBERS and not are_many:
         return "classification"
     raise ValueError(
-        f"Column {label!r} holds {len(values)} different numbers (type {feature.dtype}), which may be classes or "
-        "amounts. Say --task classification or --task regression."
+        f"{what} (type {feature.dtype}): they may be classes or amounts. "
+        "Say --task classification or --task regression."
     )
 
 

@@ -6,11 +6,13 @@ import asyncio
 import contextlib
 import contextvars
 import gc
+import itertools
 import os
 import signal
 import sys
 import threading
 import time
+import traceback
 import warnings
 
 import pytest
@@ -18,6 +20,7 @@ import torch
 from test_bank import CONFIGS, X, ask, base, fill, save_task, start_and_wait, wait_until_it_waits
 from test_updates import SlowReads, finish
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from peft_surgical.bank import DeltaBank, lock
 from peft_surgical.bank.lock import SwitchLock
@@ -193,6 +196,26 @@ def test_an_interrupted_injection_leaves_nothing(tasks, monkeypatch):
 
 
 # ---- who holds the model
+
+
+@pytest.mark.parametrize("at", [0, 1, 5])
+def test_an_interrupt_at_the_end_of_a_batch_leaves_nothing_of_it(at, tasks, monkeypatch):
+    folder, answers = tasks
+    bank = fill(DeltaBank(base()), folder, ["last", "first"])
+    remove, calls = RemovableHandle.remove, itertools.count()
+
+    def interrupted(handle) -> None:
+        if next(calls) == at:
+            raise KeyboardInterrupt
+        remove(handle)
+
+    rows = ["last", "first", "last", "last"][: len(X["input_ids"])]
+    with pytest.raises(KeyboardInterrupt), bank.batch(rows):
+        monkeypatch.setattr(RemovableHandle, "remove", interrupted)
+    for name in ("first", "last", "first"):
+        assert torch.equal(ask(bank, name), answers[name])
+    with bank.task("first") as model, torch.no_grad():
+        model(**{key: value[:1] for key, value in X.items()})
 
 
 def test_a_thread_that_ends_within_a_task_holds_it_no_longer(tasks):
@@ -397,6 +420,9 @@ def in_child(work) -> int:
             torch.set_num_threads(1)
             work()
             code = 0
+        except BaseException:
+            traceback.print_exc()
+            sys.stderr.flush()
         finally:
             os._exit(code)
     deadline = time.monotonic() + 60
@@ -454,6 +480,37 @@ def test_a_child_process_serves_all_tasks(during, tasks, monkeypatch):
         prefetched.result(30)
     for name in answers:
         assert torch.equal(in_thread(ask, bank, name), answers[name])
+
+
+@needs_fork
+@pytest.mark.filterwarnings("ignore:This process")
+def test_a_child_process_is_free_of_the_batch_of_another_thread(tasks):
+    folder, answers = tasks
+    bank = fill(DeltaBank(base()), folder, ["last", "first"])
+    rows = ["last", "first", "__base__", "last"][: len(X["input_ids"])]
+    is_held, may_end = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with bank.batch(rows):
+            is_held.set()
+            assert may_end.wait(60)
+
+    def serve() -> None:
+        for name in ("first", "last"):
+            assert torch.equal(ask(bank, name), answers[name]), name
+        with bank.batch(rows) as model, torch.no_grad():
+            logits = model(**X).logits
+        for i, name in enumerate(rows):
+            if name in answers:
+                torch.testing.assert_close(logits[i], answers[name][i])
+
+    holding = threading.Thread(target=hold, daemon=True)
+    holding.start()
+    assert is_held.wait(30)
+    assert in_child(serve) == 0
+    may_end.set()
+    finish(holding)
+    assert torch.equal(ask(bank, "first"), answers["first"])
 
 
 @needs_fork

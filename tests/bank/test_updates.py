@@ -3,33 +3,15 @@
 from __future__ import annotations
 
 import gc
-import itertools
-import os
-import random
 import threading
 import weakref
 
 import pytest
 import torch
-from test_bank import CONFIGS, X, ask, base, buffers_alive, fill, save_task, size_on_device, start_and_wait, storages
+from test_bank import X, ask, base, buffers_alive, fill, start_and_wait, storages
 
-from peft_surgical import SurgicalConfig
 from peft_surgical.bank import DeltaBank
 from peft_surgical.bank.file import TaskFile
-
-
-NAMES = ("a", "b", "c")
-
-
-@pytest.fixture(scope="module")
-def versions(tmp_path_factory):
-    """Three versions of three tasks, in the folders `a 0`, `a 1` and so on, with what each answers."""
-    folder = tmp_path_factory.mktemp("versions")
-    answers = {}
-    for i, (name, version) in enumerate(itertools.product(NAMES, range(3))):
-        config = CONFIGS["lora"]() if name == "c" else SurgicalConfig(task_type="SEQ_CLS", layers=[1, 2 + i % 2])
-        answers[f"{name} {version}"] = save_task(folder, f"{name} {version}", config, seed=i)
-    return folder, answers
 
 
 class SlowReads:
@@ -84,7 +66,7 @@ def test_an_update_during_a_prefetch_is_answered_with_the_new_version(name, host
 def test_an_update_before_a_prefetch_that_waits_is_answered_with_the_new_version(versions, monkeypatch):
     folder, answers = versions
     bank = DeltaBank(base())
-    for name in NAMES:
+    for name in "abc":
         bank.add(name, folder / f"{name} 0")
     slow = SlowReads(monkeypatch, "b 0")
     prefetched = [bank.prefetch("b"), bank.prefetch("a"), bank.prefetch("c")]  # one after the other
@@ -161,97 +143,6 @@ def test_an_active_task_stays_active_when_another_is_removed(versions):
         bank.remove("five")
         assert torch.equal(model(**X).logits, alone)
     assert model.config.id2label[1] == "LABEL_1"
-
-
-class Oracle:
-    """What was called when, and which answers that allows."""
-
-    def __init__(self, answers):
-        self.clock = itertools.count()
-        self.answers = answers
-        self.lives: dict[str, list[dict[str, int]]] = {name: [] for name in NAMES}
-        self.asked: list[tuple[str, int, torch.Tensor | str, int]] = []
-
-    def judge(self) -> list[str]:
-        wrong = ((name, self._wrong(name, *rest)) for name, *rest in self.asked)
-        return [f"{name}: {self._what(found)}" for name, found in wrong if found is not None]
-
-    def _what(self, found: torch.Tensor | str) -> str:
-        if isinstance(found, str):
-            return found
-        return next((key for key, answer in self.answers.items() if torch.equal(answer, found)), "no version's answer")
-
-    def _wrong(self, name: str, started: int, found: torch.Tensor | str, ended: int) -> torch.Tensor | str | None:
-        forever = next(self.clock) + 1
-        for life in self.lives[name]:
-            if isinstance(found, str):  # it must have been there all the time to make an error wrong
-                if life["added"] < started and life.get("removing", forever) > ended:
-                    return found
-            elif life["adding"] < ended and life.get("removed", forever) > started:
-                if torch.equal(found, self.answers[f"{name} {life['version']}"]):
-                    return None
-        return None if isinstance(found, str) and found.startswith("There is no task") else found
-
-
-@pytest.mark.parametrize("budgets", [(None, 0), (1, 0), (2, 2)], ids=str)
-def test_a_random_walk_of_several_threads_has_only_answers_that_the_order_of_calls_allows(budgets, versions):
-    # longer with PEFT_SURGICAL_WALK=2000
-    folder, answers = versions
-    size = max(size_on_device(folder, key) for key in answers)
-    bank = DeltaBank(base(), *(budget if not budget else budget * size for budget in budgets))
-    oracle = Oracle(answers)
-    steps = int(os.environ.get("PEFT_SURGICAL_WALK", 40))
-    failures: list[str] = []
-
-    def keep_changing(name: str, chance: random.Random) -> None:
-        for step in range(steps):
-            life = {"version": step % 3, "adding": next(oracle.clock)}
-            oracle.lives[name].append(life)
-            bank.add(name, folder / f"{name} {step % 3}")
-            life["added"] = next(oracle.clock)
-            for _ in range(chance.randrange(3)):
-                keep_asking(name, chance, 1)
-            life["removing"] = next(oracle.clock)
-            bank.remove(name)
-            life["removed"] = next(oracle.clock)
-
-    def keep_asking(_: str, chance: random.Random, count: int) -> None:
-        for _ in range(count):
-            name, started = chance.choice(NAMES), next(oracle.clock)
-            try:
-                if chance.random() < 0.4:
-                    bank.prefetch(name)
-                    continue
-                found: torch.Tensor | str = ask(bank, name)
-            except ValueError as error:
-                found = str(error)
-            oracle.asked.append((name, started, found, next(oracle.clock)))
-
-    def guarded(work, *args) -> None:
-        try:
-            work(*args)
-        except Exception as error:
-            failures.append(f"{type(error).__name__}: {error}")
-
-    threads = [threading.Thread(target=guarded, args=(keep_changing, n, random.Random(n)), daemon=True) for n in NAMES]
-    threads += [
-        threading.Thread(target=guarded, args=(keep_asking, "", random.Random(i), 3 * steps), daemon=True)
-        for i in range(2)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
-    assert not any(thread.is_alive() for thread in threads)
-    assert failures == []
-    assert oracle.judge() == []
-    assert sum(isinstance(found, torch.Tensor) for _, _, found, _ in oracle.asked) > steps
-    bank.add("a", folder / "a 0")
-    bank.prefetch("a").result(60)  # the last one
-    bank.remove("a")
-    stats = bank.stats()
-    assert stats.device_bytes == stats.host_bytes == buffers_alive(bank) == 0
-    assert budgets[0] is None or stats.device_peak <= budgets[0] * size
 
 
 def test_one_that_waits_is_told_or_served_when_its_task_is_updated(versions):

@@ -566,6 +566,7 @@ def test_a_run_with_nothing_to_do_says_how_to_do_it_anew(place, monkeypatch, cap
     assert "--results" in said
 
 
+@pytest.mark.slow
 def test_the_whole_runs_once_and_is_not_repeated(place, monkeypatch):
     for name in ("cola", "copa"):
         monkeypatch.setitem(tasks.TASKS, name, replace(tasks.TASKS[name], epochs=1))
@@ -652,7 +653,9 @@ def test_processes_share_the_gpus_in_turn(monkeypatch, tmp_path):
         assert os.environ.get("CUDA_VISIBLE_DEVICES") == before
 
 
-def test_a_job_that_is_too_large_is_done_in_halves(tmp_path):
+def test_a_job_that_is_too_large_is_done_in_halves(tmp_path, monkeypatch):
+    fork = scheduler.multiprocessing.get_context("fork")  # at once; a GPU needs new interpreters
+    monkeypatch.setattr(scheduler.multiprocessing, "get_context", lambda _: fork)
     place = jobs.Place("", tmp_path, tmp_path, tmp_path, "cpu")
     job = jobs.Job("train", "rte", 0, ("full", "head", "bitfit"), (1.0, 2.0, 3.0), weight=4.0)
     first, second = scheduler.halves(job)

@@ -10,8 +10,11 @@ from pathlib import Path
 
 import pytest
 import test_evidence
+from distributed.launch import torchrun
+from forks import run_forked
 
 from benchmarks.common import guides
+from benchmarks.distributed import multi_gpu
 
 
 ROOT = Path(__file__).parents[2]
@@ -70,10 +73,23 @@ def test_no_service_gives_a_wrong_answer_under_load(tmp_path, monkeypatch):
     assert all(row["requests"] == 30 and row["switches"] > 0 for row in record["services"])
 
 
+class Forked:
+    """Stands for `subprocess.Popen`: forks in place of the interpreters that `torchrun` would start."""
+
+    def __init__(self, command: list[str], env: None):
+        assert command[:3] == [sys.executable, "-m", "torch.distributed.run"]
+        self.done = run_forked(torchrun, command[3:], env={"OMP_NUM_THREADS": "1"})
+
+    def wait(self, timeout: float) -> int:
+        print(self.done.output)
+        return self.done.code
+
+
 @pytest.mark.slow
 def test_several_processes_are_started_and_their_results_gathered(tmp_path, monkeypatch):
     model = ("--models", "bert-tiny", "--methods", "surgical 5", "--length", 8, "--batch", 2)
     monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(multi_gpu.subprocess, "Popen", Forked)
     record = call(
         "distributed_multi_gpu", monkeypatch, "--gpus", 1, 2, "--engines", "ddp", "--steps", 1, *model, tmp_path
     )

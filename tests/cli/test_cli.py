@@ -10,9 +10,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch.distributed as dist
 import typer
 from datasets import Dataset
 from distributed.launch import free_port
+from forks import run_forked
 from tiny_task import make_rows, save_base, save_data
 from typer.testing import CliRunner
 
@@ -70,13 +72,6 @@ def test_help_names_the_commands_and_their_defaults(run):
         ("--samples", "100"),
     ):
         assert f"[default: {default}]" in words.split(option, 1)[1][:200], option
-
-
-def test_the_module_runs_as_a_program():
-    done = subprocess.run(
-        [sys.executable, "-m", "peft_surgical.cli", "rank", "--help"], capture_output=True, text=True, check=True
-    )
-    assert "Rank a model's layers" in done.stdout
 
 
 # where the package and the console script's module lie, in a checkout and installed
@@ -144,26 +139,27 @@ def test_help_texts_list_the_values_that_there_are(run):
     assert listed(words, "How tensors are written: ", ".") == {"values", *ENCODINGS}
 
 
+def say_whether_the_process_group_ends(arguments: list[str]) -> None:
+    start, started = dist.init_process_group, []
+
+    def init_process_group(*args, **kwargs):
+        start(*args, **kwargs)
+        started.append(dist.is_initialized())
+
+    dist.init_process_group = init_process_group
+    result = CliRunner().invoke(app, arguments)
+    print(result.exit_code, started, dist.is_initialized())
+
+
 @pytest.mark.parametrize(("method", "code"), [("head", 0), ("magic", 2)])
 def test_the_process_group_of_a_command_ends_with_it(base, data, tmp_path, method, code):
     """One that is left open lets threads run while Python ends, which now and then crash the process."""
-    script = """
-import sys
-import torch.distributed as dist
-from typer.testing import CliRunner
-from peft_surgical.cli import app
-
-start, started = dist.init_process_group, []
-dist.init_process_group = lambda *a, **k: (start(*a, **k), started.append(dist.is_initialized()))
-result = CliRunner().invoke(app, sys.argv[1:])
-print(result.exit_code, started, dist.is_initialized())
-"""
     settings = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-    settings |= {"MASTER_PORT": str(free_port()), "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", script, "train", "--model", base, "--data", data, "--method", method]
+    settings |= {"MASTER_PORT": str(free_port()), "ACCELERATE_USE_CPU": "true"}
+    command = ["train", "--model", base, "--data", data, "--method", method]
     command += ["--max-steps", "1", "--output", str(tmp_path / "out")]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **settings}, check=True)
-    assert done.stdout.splitlines()[-1] == f"{code} [True] False"
+    done = run_forked(say_whether_the_process_group_ends, command, env=settings)
+    assert done.output.splitlines()[-1] == f"{code} [True] False"
 
 
 @pytest.mark.parametrize(
@@ -296,6 +292,48 @@ def test_a_missing_option_is_named(run, base):
 def test_predictions_to_an_unknown_format_are_refused_before_anything_is_computed(run, tmp_path):
     words = run("evaluate", tmp_path / "nowhere", "--predictions", "p.xlsx", code=2)
     assert "allowed are files ending in .csv, .jsonl, .parquet" in flat(words)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["rank", "--model", "m", "--data", "d", "--output", "no/r.json"],
+        ["rank", "--model", "m", "--data", "d", "--output", "r.csv"],
+        ["rank", "--model", "m", "--data", "d", "--plot", "r.jpeg"],
+        ["train", "--model", "m", "--data", "d", "--output", "file/out"],
+        ["evaluate", "run", "--output", "no/m.json"],
+        ["evaluate", "run", "--predictions", "no/p.csv"],
+        ["diff", "a", "b", "--output", "file/out"],
+        ["diff", "a", "b", "--output", "out", "--plot", "no/p.png"],
+        ["merge", "a", "b", "--output", "file/out"],
+        ["convert", "a", "--encoding", "bf16", "--output", "file/out"],
+        ["export-lora", "a", "--output", "file/out"],
+        ["demo", "--output", "file/out"],
+    ],
+    ids=" ".join,
+)
+def test_what_cannot_be_written_is_told_before_anything_is_read(run, tmp_path, monkeypatch, command):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("")
+    words = flat(run(*command, code=2))
+    assert "is not a folder" in words or "allowed are files ending in" in words
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_class_counts_and_the_majority_are_shown_before_training_and_beside_the_result(run, base, out, tmp_path):
+    rows = make_rows(60, 1)
+    uneven = rows.select([i for i, label in enumerate(rows["label"][:]) if label or i % 4 == 0])
+    (tmp_path / "data").mkdir()
+    for split in ("train", "validation"):
+        uneven.to_parquet(str(tmp_path / "data" / f"{split}.parquet"))
+    words = flat(run("train", "--model", base, "--data", tmp_path / "data", "--output", out, "--method", "head",
+                     "--select-on", "none", "--max-steps", 1))  # fmt: skip
+    before, after = words.split("Chosen")[0].rsplit("rows:", 1)
+    assert "label: good 30, bad 15" in before
+    assert "Always 'good', the class of 67% of these rows, has accuracy 0.6667" in before
+    assert "(always 'good': 0.6667)" in after
+    assert "(always 'good': 0.6667)" in flat(run("evaluate", out))
+    assert "Always 'good', the class of 67% of these rows, has accuracy 0.6667" in (out / "README.md").read_text()
 
 
 def test_resume_takes_the_options_of_the_run_that_stopped(run, base, data, out):

@@ -3,12 +3,14 @@ from __future__ import annotations
 import json
 import random
 from importlib.metadata import PackageNotFoundError, version
+from types import SimpleNamespace
 
 import pytest
 from datasets import Dataset
 from tiny_task import BAD, GOOD, WORDS, save_base
 from typer.testing import CliRunner
 
+from peft_surgical import LayerRanking
 from peft_surgical.cli import app, demo, demo_data
 from peft_surgical.cli.demo_data import Swapped
 
@@ -70,6 +72,7 @@ def test_the_demo_goes_the_whole_way_and_its_checks_hold(tiny_demo, tmp_path, mo
             results = json.loads((tmp_path / "out" / folder / "metrics.json").read_text())
             assert f"{results['evaluation']['accuracy']:.1%}" in words
             assert (tmp_path / "out" / folder / "adapter_model.safetensors").exists()
+    check_that_touched_swaps_are_counted(tmp_path / "out")
 
 
 @pytest.mark.parametrize(
@@ -90,25 +93,41 @@ def test_a_check_that_fails_makes_the_exit_code_1(tiny_demo, monkeypatch, swappe
     assert "What next" not in words
 
 
-def test_swaps_that_go_wrong_are_counted(tiny_demo, tmp_path, monkeypatch):
+def check_that_touched_swaps_are_counted(folder) -> None:
     """A resident model whose adapter was touched does not pass for the one that was saved."""
-    swap = demo_data.Resident.swap
-
-    def touched(resident, *arguments):
-        with resident.bank.task("opinion") as model:
-            parameter = next(p for n, p in model.named_parameters() if "surgical_params" in n)
-        parameter.data += 0.5
-        return swap(resident, *arguments)
-
-    monkeypatch.setattr(demo_data.Resident, "swap", touched)
-    words = tiny_demo(code=1)
-    assert words.count("✗ FAILED") == 1
-    assert "of 100 swaps give the logits" in words.split("✗ FAILED")[1].splitlines()[0]
+    resident = demo_data.Resident({name: folder / name for name in ("sentiment", "opinion", "opinion-spafit")})
+    assert resident.swap(demo.SENTENCES, 10).equal == 10
+    with resident.bank.task("opinion") as model:
+        parameter = next(p for n, p in model.named_parameters() if "surgical_params" in n)
+    parameter.data += 0.5
+    swapped = resident.swap(demo.SENTENCES, 30)
+    assert 0 < swapped.equal < 30
+    assert swapped.base_equal
+    assert swapped.weights_equal
 
 
 def test_a_head_that_is_as_good_fails_the_check(tiny_demo, monkeypatch):
-    monkeypatch.setattr(demo, "LEARNING_RATES", {"head": 1e-4, "surgical": 1e-9, "last": 1e-9, "spafit": 1e-9})
-    assert "✗ FAILED: sentiment: two tuned layers beat the head alone" in tiny_demo(code=1)
+    class Run:
+        """Of training, by which every way of tuning gets the same accuracy."""
+
+        def __init__(self, task, method):
+            self.job, self.seconds = SimpleNamespace(method=method), {"rank": 1.0}
+
+        def rank(self, progress):
+            return LayerRanking(stack="encoder", scores=[1.0, 2.0])
+
+        def fit(self):
+            pass
+
+        def finish(self):
+            return {"evaluation": {"accuracy": 0.75, "samples": 60}, "layers": {"encoder": [0, 1]}}
+
+    monkeypatch.setattr(demo.Demo, "make_run", lambda self, task, method: Run(task, method))
+    for step in ("show_costs", "answer", "swap"):
+        monkeypatch.setattr(demo.Demo, step, lambda *a, **k: None)
+    words = tiny_demo(code=1)
+    for failed in ("sentiment: two tuned layers beat", "opinion: two tuned layers beat", "opinion: SPAFIT beats"):
+        assert f"✗ FAILED: {failed} the head alone (by +0.0 points)" in words
 
 
 def test_the_folder_of_an_earlier_demo_is_written_again(tiny_demo, tmp_path, monkeypatch):

@@ -7,11 +7,11 @@ CPU and whose processes talk by gloo; all else, the engines included, is as on G
 from __future__ import annotations
 
 import os
-import runpy
 import sys
 
 import torch.distributed as dist
 from accelerate import DistributedType, PartialState
+from forks import run_script
 from torch.distributed.fsdp import FullStateDictConfig
 
 
@@ -31,10 +31,4 @@ def pretend() -> None:
 
 if __name__ == "__main__":
     pretend()
-    sys.argv.pop(0)
-    if sys.argv[0] == "-m":
-        sys.argv.pop(0)
-        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
-    else:
-        sys.path.insert(0, os.path.dirname(sys.argv[0]))
-        runpy.run_path(sys.argv[0], run_name="__main__")
+    run_script(sys.argv[1:])

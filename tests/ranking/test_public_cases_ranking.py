@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from forks import run_forked
 from peft import get_peft_model
 from tiny_models import batch, build
 from torch import nn
@@ -128,22 +127,18 @@ def test_F10_no_more_samples_are_read_than_asked_for():
     assert len(drawn) <= 8  # one may be on its way
 
 
+def choose_without_gradients(file: Path) -> None:
+    torch.Tensor.backward = torch.autograd.grad = None
+    model = get_peft_model(build("bert"), SurgicalConfig(ranking=str(file), top_k=2))
+    print(model.peft_config["default"].layers)
+
+
 def test_F11_a_saved_ranking_makes_the_same_choice_elsewhere_without_data(tmp_path):
     ranking = rank_layers(build("bert"), samples(), progress=False)
     ranking.save(tmp_path / "ranking.json")
     here = get_peft_model(build("bert"), SurgicalConfig(ranking=ranking, top_k=2)).peft_config["default"].layers
-    code = f"""
-import sys; sys.path.insert(0, {str(Path(__file__).parents[1])!r})
-import torch
-from peft import get_peft_model
-from tiny_models import build
-from peft_surgical import SurgicalConfig
-torch.Tensor.backward = torch.autograd.grad = None
-model = get_peft_model(build("bert"), SurgicalConfig(ranking={str(tmp_path / "ranking.json")!r}, top_k=2))
-print(model.peft_config["default"].layers)
-"""
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True)
-    assert done.stdout.strip() == str(here), done.stderr
+    done = run_forked(choose_without_gradients, tmp_path / "ranking.json")
+    assert done.output.strip().splitlines()[-1] == str(here), done.output
     assert sorted(here) == sorted(ranking.top(2))
     record = json.loads((tmp_path / "ranking.json").read_text())
     assert json.dumps(record)

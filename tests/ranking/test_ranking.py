@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import base64
 import json
-import os
 import pickle
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import tiny_models
 import torch
+import torch.distributed as dist
+from forks import run_forked
 from peft import get_peft_model
 from scipy.stats import kendalltau
 from transformers import Trainer, TrainingArguments
@@ -231,40 +230,38 @@ def test_the_callback_ranks_at_the_chosen_epochs_and_leaves_training_alone(tmp_p
     assert len(compare_rankings(callback.rankings).ranks) == 2
 
 
-DISTRIBUTED = """
-import json, os, sys
-sys.path.insert(0, {tests!r})
-import torch, torch.distributed as dist
-import tiny_models
-from peft_surgical import rank_layers
-from test_ranking import samples
-dist.init_process_group("gloo")
-out = {{}}
-for score, aggregation in (("fisher", "frobenius"), ("fisher", "trace"), ("rgn", "frobenius")):
-    ranking = rank_layers(
-        tiny_models.build("bert").double(), samples(13), num_samples=13, batch_size=4,
-        score=score, aggregation=aggregation, progress=False,
-    )
-    out[score + aggregation] = ranking.scores
-with open(os.path.join({folder!r}, f"{{dist.get_rank()}}.json"), "w") as file:
-    json.dump(out, file)
-dist.destroy_process_group()
-"""
+SCORED = (("fisher", "frobenius"), ("fisher", "trace"), ("rgn", "frobenius"))
 
 
-@pytest.mark.slow
+def rank_in_processes(processes: int, folder: Path) -> None:
+    torch.multiprocessing.start_processes(rank_with, (processes, folder), nprocs=processes, start_method="fork")
+
+
+def rank_with(rank: int, processes: int, folder: Path) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=processes)
+    found = {
+        name + aggregation: rank_layers(
+            tiny_models.build("bert").double(),
+            samples(13),
+            num_samples=13,
+            batch_size=4,
+            score=name,
+            aggregation=aggregation,
+            progress=False,
+        ).scores
+        for name, aggregation in SCORED
+    }
+    (folder / f"{rank}.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
 @pytest.mark.parametrize("processes", [2, 3])
 def test_any_number_of_processes_gives_the_ranking_of_one(processes, tmp_path):
-    script = tmp_path / "rank.py"
-    script.write_text(DISTRIBUTED.format(tests=str(Path(__file__).parents[1]), folder=str(tmp_path)))
-    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={processes}"]
-    command += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", str(script)]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-2000:]
+    done = run_forked(rank_in_processes, processes, tmp_path)
+    assert done.code == 0, done.output[-2000:]
     found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(processes)]
     assert all(other == found[0] for other in found)
     model = tiny_models.build("bert").double()
-    for score_name, aggregation in (("fisher", "frobenius"), ("fisher", "trace"), ("rgn", "frobenius")):
+    for score_name, aggregation in SCORED:
         alone = score(model, score_name, samples(13), aggregation=aggregation)
         assert found[0][score_name + aggregation] == pytest.approx(alone, rel=1e-6)

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import datetime
+
 import numpy as np
 import pytest
 from datasets import ClassLabel, Dataset, DatasetDict, Features, Value
@@ -385,3 +387,44 @@ def test_real_overlap_is_counted(task_data):
 def test_save_data_is_what_it_says(tmp_path):
     task = make_task(read_splits(str(save_data(tmp_path / "d", pair=True))))
     assert task.text_columns == ("sentence1", "sentence2")
+
+
+# ---- labels that no classifier can learn
+
+
+@pytest.mark.parametrize(
+    ("labels", "what"),
+    [
+        ([["a", "b"], ["a"]], "(List|Sequence)"),
+        ([[0, 1, 0], [1, 0, 0]], "(List|Sequence)"),
+        ([{"start": 1}, {"start": 2}], "start"),
+        ([b"a", b"b"], "binary"),
+        ([datetime.date(2026, 1, 1), datetime.date(2026, 1, 2)], "date"),
+    ],
+)
+def test_labels_that_are_no_single_class_or_number_are_refused_in_a_line(labels, what):
+    with pytest.raises(ValueError, match=f"'label' holds .*{what}.*one class or one number a row") as error:
+        make_task({"train": Dataset.from_dict({"text": ["x", "y"], "label": labels})})
+    assert "\n" not in str(error.value)
+
+
+def test_a_named_text_column_must_hold_text():
+    data = Dataset.from_dict({"words": [["a", "b"], ["c"]], "label": [0, 1]})
+    with pytest.raises(ValueError, match="--text-column words: it holds .*not text"):
+        make_task({"train": data}, text_columns=["words"])
+
+
+@pytest.mark.parametrize("labels", [[f"a sentence no. {i}" for i in range(40)], [*range(40)]])
+def test_values_most_of_which_occur_once_are_no_classes_unless_one_insists(labels):
+    data = {"train": Dataset.from_dict({"text": ["x"] * 44, "target": labels + labels[:4]})}
+    with pytest.raises(ValueError, match="40 different values in 44 rows, 36 of which occur once.*--task"):
+        make_task(data)
+    assert len(make_task(data, kind="classification").labels) == 40
+
+
+@pytest.mark.parametrize(
+    "labels", [["a", "b", "c"], [f"class {i % 30}" for i in range(60)], [*"aaaabbbbcdefghij"], [*range(5)]]
+)
+def test_few_or_frequent_classes_are_classes(labels):
+    data = Dataset.from_dict({"text": ["x"] * len(labels), "label": labels})
+    assert make_task({"train": data}).kind == "classification"

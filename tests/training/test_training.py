@@ -5,15 +5,16 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from datasets import Dataset
+from forks import run_forked
 from peft import PeftModel
 from safetensors.torch import load_file
+from sklearn.dummy import DummyClassifier
+from sklearn.metrics import accuracy_score, f1_score
 from tiny_task import LABELS, make_rows, save_base, save_data
 from transformers import AutoModelForSequenceClassification, TrainerCallback
 
@@ -21,6 +22,7 @@ import peft_surgical.training.prepare as prepare_module
 from peft_surgical import LayerRanking
 from peft_surgical.training import METHODS, TrainingJob, TrainingRun, evaluate, train
 from peft_surgical.training.card import newest_checkpoint
+from peft_surgical.training.evaluation import majority
 from peft_surgical.training.prepare import load_classifier, load_tokenizer, load_trained
 
 
@@ -223,20 +225,16 @@ def test_the_same_job_gives_the_same_weights(job, tmp_path):
     assert same(weights(tmp_path / "one"), weights(tmp_path / "other"))
 
 
-KILLED = """
-import os, signal, sys
-from transformers import TrainerCallback
-from peft_surgical.training import TrainingJob, TrainingRun
-
 class Kill(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
         if state.global_step == 6:
             os.kill(os.getpid(), signal.SIGKILL)
 
-run = TrainingRun(TrainingJob(**{options}), callbacks=[Kill()])
-run.rank()
-run.fit()
-"""
+
+def run_until_killed(job: TrainingJob) -> None:
+    run = TrainingRun(job, callbacks=[Kill()])
+    run.rank()
+    run.fit()
 
 
 @pytest.mark.parametrize("method", ["surgical", "full"])
@@ -244,9 +242,7 @@ def test_a_run_that_was_killed_goes_on_to_the_same_weights(job, tmp_path, method
     options = {"method": method, "epochs": 3} | ({"top_k": 2, "samples": 20} if method == "surgical" else {})
     whole = train(job(output=str(tmp_path / "whole"), **options))
     asked = job(output=str(tmp_path / "killed"), **options)
-    fields = {name: value for name, value in vars(asked).items() if value is not None}
-    code = subprocess.run([sys.executable, "-c", KILLED.format(options=fields)], check=False).returncode
-    assert code == -signal.SIGKILL
+    assert run_forked(run_until_killed, asked).code == -signal.SIGKILL
     assert not Path(asked.output, "metrics.json").exists()
     monkeypatch.setattr(prepare_module, "rank_layers", lambda *a, **k: pytest.fail("ranked again"))
     resumed = train(asked, resume=True)
@@ -347,6 +343,13 @@ def test_a_ranking_made_before_is_used(job, tmp_path, monkeypatch):
     assert results["layers"] == {"encoder": [1, 3]}
 
 
+def test_a_run_in_bfloat16_is_none_for_the_next(job, tmp_path):
+    train(job(max_steps=1))
+    alone = evaluate(tmp_path / "out").outputs
+    train(job(output=str(tmp_path / "half"), bf16=True, max_steps=1))
+    assert (evaluate(tmp_path / "out").outputs == alone).all()
+
+
 # evaluation elsewhere
 
 
@@ -427,25 +430,6 @@ def test_the_code_on_the_card_runs(job, tmp_path, monkeypatch, method, capsys):
     assert torch.equal(scope["logits"], ours(**tokenizer("A text", return_tensors="pt")).logits)
 
 
-# several processes
-
-
-def test_two_processes_train_as_one_and_write_once(job, tmp_path):
-    """The first process alone speaks and writes, and all take its ranking."""
-    asked = job(method="surgical", top_k=1, samples=20, epochs=1, batch_size=4)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    command += ["-m", "peft_surgical.cli", "train"]
-    command += ["--model", asked.model, "--data", asked.data, "--output", asked.output, "--method", "surgical"]
-    command += ["--top-k", "1", "--samples", "20", "--epochs", "1", "--batch-size", "4"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.count("Saved in") == 1
-    results = json.loads(Path(asked.output, "metrics.json").read_text())
-    assert results["training"]["steps"] == 7  # 54 rows by 2 processes by 4
-    assert evaluate(asked.output).metrics["accuracy"] == results["evaluation"]["accuracy"]
-
-
 def test_a_callback_sees_the_run(job):
     class Count(TrainerCallback):
         steps = 0
@@ -464,3 +448,85 @@ def test_the_base_folder_is_never_written(job, base):
     train(job(method="full", max_steps=1))
     assert {file.name: file.read_bytes() for file in base.iterdir()} == before
     assert AutoModelForSequenceClassification.from_pretrained(base) is not None
+
+
+# what is reached without a model
+
+
+def test_the_majority_is_what_scikit_learns_dummy_reaches():
+    targets, labels = [0, 2, 2, 1, 2], ["a", "b", "c"]
+    found = majority(Dataset.from_dict({"labels": targets}), labels)
+    said = DummyClassifier().fit([[0]] * 5, targets).predict([[0]] * 5)
+    assert (found["label"], found["share"]) == ("c", 0.6)
+    assert found["accuracy"] == accuracy_score(targets, said)
+    assert found["f1"] == f1_score(targets, said, average="macro")
+    assert majority(Dataset.from_dict({"labels": [0.5]}), ()) is None
+
+
+# options are checked before anything is loaded or made
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"method": "surgical", "score": "fischer"}, "score='fischer' is unknown; allowed are 'alternate'"),
+        ({"method": "surgical", "fisher_labels": "drawn"}, "--fisher-labels drawn: allowed are given, sampled, exact"),
+        ({"method": "surgical", "aggregation": "sum"}, "--aggregation sum: allowed are frobenius"),
+        ({"method": "surgical", "ranking": "nowhere.json"}, "nowhere.json"),
+        ({"method": "spafit", "group_2": "biases"}, "biases"),
+        ({"method": "spafit", "preset": "SPAFIT-9"}, "SPAFIT-9"),
+        ({"report_to": "tensorbord"}, "--report-to tensorbord: installed are"),
+        ({"encoding": "utf8-8"}, "--encoding: unknown encoding"),
+        ({"fp16": True}, "--fp16 needs a GPU"),
+        ({"metric": "pearson"}, "--metric pearson: for classification allowed are"),
+        ({"select_on": "valid"}, "labelled rows called 'valid'"),
+        ({"eval_split": "dev"}, "labelled rows called 'dev'"),
+        ({"text_columns": ("txt",)}, "--text-column txt"),
+        ({"label_column": "lable"}, "--label-column lable"),
+    ],
+)
+def test_a_typo_is_told_before_the_model_is_loaded_and_leaves_no_folder(job, tmp_path, monkeypatch, options, message):
+    loader = prepare_module.AutoModelForSequenceClassification
+    monkeypatch.setattr(loader, "from_pretrained", lambda *a, **k: pytest.fail("loaded a model"))
+    with pytest.raises((ValueError, OSError), match=message):
+        TrainingRun(job(**options))
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        *({name: value} for name in ("top_k", "max_train_samples", "lora_r", "lora_alpha") for value in (0, -1)),
+        {"learning_rate": 0.0},
+        {"lora_dropout": 1.0},
+    ],
+)
+def test_numbers_out_of_bounds_are_refused_by_the_job_itself(job, options):
+    (name,) = options
+    with pytest.raises(ValueError, match=f"--{name.replace('_', '-')} "):
+        job(method="lora" if "lora" in name else "last", **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"method": "surgical", "layers": (9,)}, "layers 0 to 3"),
+        ({"method": "surgical", "top_k": 9}, "--top-k 9: encoder has 4 layers"),
+        ({"method": "surgical", "stack": "decoder"}, "decoder"),
+        ({"method": "last", "stack": "decoder"}, "decoder"),
+        ({"method": "surgical", "ranking": "six.json", "top_k": 1}, "six.json ranks 6 layers; encoder has 4"),
+        ({"method": "spafit", "ranking": "six.json"}, "six.json ranks 6 layers; encoder has 4"),
+    ],
+)
+def test_what_does_not_fit_the_model_leaves_no_folder(job, tmp_path, monkeypatch, options, message):
+    monkeypatch.chdir(tmp_path)
+    LayerRanking(stack="encoder", scores=[1.0, 2.0, 3.0, 4.0, 5.0, 6.0]).save("six.json")
+    with pytest.raises(ValueError, match=message):
+        TrainingRun(job(**options))
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_that_cannot_be_made_is_told_at_once(job, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="--output .*file is not a folder"):
+        TrainingRun(job(output=str(tmp_path / "file" / "out")))
