@@ -168,7 +168,7 @@ def check_base_of(saved: AdapterFile, old: ModelTensors, model: nn.Module) -> No
     if not getattr(config, "check_base", True):
         return
     try:
-        check_base(getattr(config, "base", None) or {}, model, old)
+        check_base(getattr(config, "base", None) or {}, model, old, [entry.name for entry in saved.entries])
     except ValueError as error:
         named = config.base_model_name_or_path
         raise ValueError(f"{saved.source} names the base {named!r}, not {old.checkpoint.source}: {error}") from error

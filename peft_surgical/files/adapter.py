@@ -235,6 +235,17 @@ def decoded_shapes(shapes: Mapping[str, Shape], expected: Mapping[str, Shape], s
     return decoded
 
 
+def as_plain(key: str) -> str:
+    """The plain name of the tensor that a key in a file is, or is a part of.
+
+    Example:
+
+        >>> as_plain("weight:int8_scale")
+        'weight'
+    """
+    return key.partition(SEPARATOR)[0]
+
+
 def group_parts(tensors: Mapping[str, object]) -> dict[str, dict]:
     """What a file holds for each plain name: by suffix, the suffix of a plain tensor being empty.
 

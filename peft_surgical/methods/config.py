@@ -5,24 +5,44 @@ from __future__ import annotations
 import copy
 import os
 import re
+import tempfile
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+import torch
 from huggingface_hub import hf_hub_download
 from peft import PeftConfig
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
-from peft.utils import SAFETENSORS_WEIGHTS_NAME
+from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME
 from typing_extensions import Self
 
-from peft_surgical.files.adapter import AdapterFile
+from peft_surgical.files.adapter import AdapterFile, group_parts
 from peft_surgical.files.encodings import find_encoding
-from peft_surgical.files.safetensors_io import download
+from peft_surgical.files.safetensors_io import Header, TensorFile, add_header, download, written_aside
 from peft_surgical.names import PREFIX
 
 
 FORMAT_VERSION = 1
 sources: set[str] = set()  # the folders and names on the hub that configs of this package were read from
+
+
+class Checked(threading.local):
+    """The tensors that a thread has checked, and decoded, before it puts them into a model: those and no others."""
+
+    source: tuple[Any, Any] | None = None  # the folder or name on the hub, and the subfolder
+    state: dict[str, torch.Tensor] | None = None
+
+    def take(self, source: Any, subfolder: Any) -> dict[str, torch.Tensor] | None:
+        """The tensors from a source, if they are these; they are given once."""
+        state = self.state if self.source == (source, subfolder) else None
+        self.source = self.state = None
+        return state
+
+
+checked = Checked()
 
 
 @dataclass
@@ -31,7 +51,9 @@ class DeltaConfig(PeftConfig):
 
     Args:
         labels: Number and names of the task's labels, from the model's config. Set when the adapter is made.
-        base: What the base model is like, see `describe_base`. Set when the adapter is made.
+        base: What the base model is like, see `describe_base`. Set when the adapter is made; saved in the header of
+            the file of tensors.
+        saved: What tells that the two files of an adapter were saved together. Set when it is saved.
         encoding: How trained values are written: `"values"`, or as differences to the base `"lossless"`, `"bf16"`,
             `"int8"`, `"int4"` or `"sign"`. May be set at any time before saving; loading reads it from the file.
         check_base: Whether loading the adapter onto another base model than the one it was trained on is an error.
@@ -45,6 +67,7 @@ class DeltaConfig(PeftConfig):
 
     labels: dict | None = field(default=None, metadata={"help": "Number and names of the task's labels."})
     base: dict | None = field(default=None, metadata={"help": "What the base model is like."})
+    saved: str | None = field(default=None, metadata={"help": "What the file of tensors is known by."})
     encoding: str = field(default="values", metadata={"help": "values, lossless, bf16, int8, int4 or sign."})
     check_base: bool = field(default=True, metadata={"help": "Whether another base model is an error."})
     key_mapping: dict[str, str] | None = field(default=None, metadata={"help": "New names of renamed modules."})
@@ -71,24 +94,70 @@ class DeltaConfig(PeftConfig):
     def from_pretrained(  # type: ignore[override]
         cls, pretrained_model_name_or_path: str, subfolder: str | None = None, **kwargs: Any
     ) -> Self:
+        is_checked = kwargs.pop("check_base", None)
         config = super().from_pretrained(pretrained_model_name_or_path, subfolder=subfolder, **kwargs)
+        config.check_base = config.check_base if is_checked is None else is_checked
         # so that the weights can be checked before the model is changed
         config._source = (pretrained_model_name_or_path, subfolder, cls._split_kwargs(kwargs)[0])
         sources.add(os.fspath(pretrained_model_name_or_path))
         return config
 
     def save_pretrained(self, save_directory: str, **kwargs: Any) -> None:
-        """Write `adapter_config.json`; the file appears whole or not at all."""
-        target = os.path.join(save_directory, "adapter_config.json")
-        aside = os.path.join(save_directory, f".adapter_config.{os.getpid()}")
-        try:
-            super().save_pretrained(aside, **kwargs)
-            os.replace(os.path.join(aside, "adapter_config.json"), target)
-        finally:
-            if os.path.isdir(aside):
-                for leftover in os.listdir(aside):
-                    os.remove(os.path.join(aside, leftover))
-                os.rmdir(aside)
+        """Write `adapter_config.json`, and the record of the base into the header of the tensors' file beside it.
+
+        Each file appears whole or not at all, and who reads one from before and one from after is told so.
+        """
+        folder = Path(save_directory)
+        folder.mkdir(parents=True, exist_ok=True)
+        own = copy.copy(self)
+        own.saved = None
+        if self._is_in(folder / SAFETENSORS_WEIGHTS_NAME):
+            own.saved = add_header(folder / SAFETENSORS_WEIGHTS_NAME, self.base or {})
+            own.base = None
+        with tempfile.TemporaryDirectory() as aside:
+            super(DeltaConfig, own).save_pretrained(aside, **kwargs)
+            text = Path(aside, CONFIG_NAME).read_text(encoding="utf-8")
+        with written_aside(folder / CONFIG_NAME) as new:
+            new.write_text(text, encoding="utf-8")
+
+    def _is_in(self, weights: Path) -> bool:
+        """Whether a file is one of this adapter's tensors, by their names."""
+        if self.resolution is None or not weights.is_file():
+            return False
+        names = {f"{PREFIX}{name.replace('.modules_to_save.', '.')}" for name in self.resolution.shapes}
+        return names <= set(group_parts(TensorFile(weights)))
+
+    def open_weights(self) -> TensorFile | None:
+        """The file of tensors that belongs to this config, if it was read from a folder or the hub.
+
+        Raises:
+            ValueError: It is damaged, or was not saved together with this config. The message names it.
+        """
+        path = self.weights_file()
+        if path is None:
+            return None
+        file = TensorFile(path, self.present_name)
+        self.take_header(file.header, file.path)
+        return file
+
+    def hold(self, state: dict[str, torch.Tensor]) -> None:
+        """Keep the tensors of the file, which were checked, until PEFT puts them into the model."""
+        checked.source, checked.state = self._source[:2], state  # type: ignore[attr-defined]
+
+    def take_header(self, header: Header | None, path: Path) -> None:
+        """Take the record of the base from the header of the file of tensors.
+
+        Raises:
+            ValueError: The file was not saved together with this config. The message names it.
+        """
+        if self.saved is not None and (header is None or header.saved != self.saved):
+            raise ValueError(
+                f"{path} was not saved together with the adapter_config.json beside it. If another process is saving "
+                "the adapter, try again; else save it again. If a program has written the tensors anew on purpose, "
+                'take the line "saved" out of adapter_config.json.'
+            )
+        if self.base is None and header is not None:
+            self.base = header.base
 
     def present_name(self, name: str) -> str:
         """The name that a saved tensor has in the base at hand, see `key_mapping`."""
@@ -102,9 +171,11 @@ class DeltaConfig(PeftConfig):
 
     def forget_saved_names(self) -> None:
         """Go over to the present names for good, once the tensors are in the model."""
-        if self.key_mapping and self.base:
-            names = {self.present_name(name): mark for name, mark in self.base["tensors"].items()}
-            self.base, self.key_mapping = {**self.base, "tensors": names}, None
+        if self.key_mapping:
+            if self.base:
+                marks = {self.present_name(name): mark for name, mark in self.base.get("tensors", {}).items()}
+                self.base = {**self.base, "tensors": marks}
+            self.key_mapping = None
 
     def weights_file(self) -> str | None:
         """The safetensors file that belongs to this config, if it was read from a folder or the hub."""
@@ -133,7 +204,12 @@ def open_adapter(source: str | os.PathLike) -> AdapterFile:
         ValueError: A file is missing or damaged. The message names it.
     """
     folder = source if os.path.isdir(source) else download(os.fspath(source), ["adapter_*"])
-    return AdapterFile(os.fspath(source), folder, *read_config(folder))
+    config, present_name = read_config(folder)
+    saved = AdapterFile(os.fspath(source), folder, config, present_name)
+    if isinstance(config, DeltaConfig):
+        config.take_header(saved.file.header, saved.file.path)
+        config.forget_saved_names()
+    return saved
 
 
 def read_config(folder: str | os.PathLike) -> tuple[PeftConfig, Callable[[str], str]]:
@@ -154,6 +230,4 @@ def read_config(folder: str | os.PathLike) -> tuple[PeftConfig, Callable[[str], 
         raise ValueError(f"The adapter_config.json in {folder} cannot be used: {error}") from error
     if not isinstance(config, DeltaConfig):
         return config, lambda name: name
-    names = copy.copy(config)  # remembers how the names are mapped
-    config.forget_saved_names()
-    return config, names.present_name
+    return config, copy.copy(config).present_name  # a copy's, which remembers how the names are mapped

@@ -16,7 +16,7 @@ from peft.utils.peft_types import PeftType
 from torch import nn
 
 from peft_surgical.compat import add_peft_type
-from peft_surgical.methods.config import sources
+from peft_surgical.methods.config import checked, sources
 
 
 SwapIn = Callable[[nn.Module, Mapping[str, torch.Tensor], str, PeftConfig], None]
@@ -44,7 +44,7 @@ def register_method(name: str, config_cls: type[PeftConfig], model_cls: type[Bas
 
 
 def load_on_cpu() -> None:
-    """Let PEFT read the files of this package to the CPU, from where each tensor goes to its module's device.
+    """Let PEFT load the tensors that were checked, from the CPU, from where each goes to its module's device.
 
     PEFT itself reads them to the first accelerator that it finds, in every process and wherever the model is. Adapters
     of other methods are read as before: those of this package are told by where their configs were read from.
@@ -54,8 +54,10 @@ def load_on_cpu() -> None:
 
         @functools.wraps(original)
         def by_source(model_id: Any, device: Any = None, *args: Any, **kwargs: Any) -> Any:
-            is_ours = os.fspath(model_id) in by_source.sources  # type: ignore[attr-defined]
-            return original(model_id, "cpu" if is_ours else device, *args, **kwargs)
+            if os.fspath(model_id) not in by_source.sources:  # type: ignore[attr-defined]
+                return original(model_id, device, *args, **kwargs)
+            state = checked.take(model_id, kwargs.get("subfolder"))
+            return original(model_id, "cpu", *args, **kwargs) if state is None else state
 
         peft_model.load_peft_weights = by_source
     peft_model.load_peft_weights.sources = sources  # type: ignore[attr-defined]

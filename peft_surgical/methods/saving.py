@@ -15,7 +15,7 @@ from peft_surgical.copies.module import TunedModule
 from peft_surgical.copies.select import original_tensor, token_embeddings
 from peft_surgical.distributed import rank, whole_weights
 from peft_surgical.files.adapter import decode_tensors, encode_tensor, is_encoded
-from peft_surgical.files.base import check_gathered, check_tensors, describe_base, sharded
+from peft_surgical.files.base import check_gathered, check_tensors, sharded, with_vocabulary
 from peft_surgical.layers import unwrap
 from peft_surgical.methods.heads import head_shapes
 from peft_surgical.names import PREFIX, as_attribute, as_in_file, without_engines, without_wrappers
@@ -125,7 +125,7 @@ class SavedState(BaseTuner):
         cls, model: Any, config: Any, adapter_name: str, state_dict: Any, unwanted_adapter_names: Any
     ) -> dict[str, torch.Tensor]:
         if config.base is not None:  # tokens may have been added since the adapter was made
-            config.base = {**config.base, "vocab_size": describe_base(unwrap(model), {})["vocab_size"]}
+            config.base = with_vocabulary(config.base, unwrap(model))
         found = super()._get_adapter_state_dict(model, config, adapter_name, state_dict, unwanted_adapter_names)
         expected = cls._wanted_shapes(config, adapter_name, state_dict)
         if not found:  # under FSDP1 the modules' paths are not the names of their tensors, and PEFT finds none

@@ -20,7 +20,7 @@ from peft_surgical.copies.module import TunedModule
 from peft_surgical.copies.select import innermost_tuned, matches_any, original_tensor
 from peft_surgical.copies.ties import note_untied
 from peft_surgical.distributed import check_not_prepared
-from peft_surgical.files.base import check_base, check_file, describe_base
+from peft_surgical.files.base import base_tensors, check_base, check_file, describe_base, read_state
 from peft_surgical.methods.before_training import (
     BackwardStart,
     HeldBuffers,
@@ -69,19 +69,20 @@ class DeltaTuner(SavedState, BaseTuner):
         heads = [m for path, m in model.named_modules() if path and matches_any(path, peft_config.modules_to_save)]
         parameters = [*tensors.values(), *(p for head in heads for p in head.parameters())]
         self._gathered.enter_context(gather_params_ctx([p for p in parameters if hasattr(p, "ds_id")], None))
+        file = peft_config.open_weights()
         if peft_config.base is None:
-            peft_config.base = describe_base(model, tensors)
+            peft_config.base = describe_base(model, left_out=peft_config.modules_to_save or [])
             if peft_config.labels is None and head_names(model, peft_config.task_type):
                 peft_config.labels = label_settings(model)
         elif peft_config.check_base:
-            check_base(peft_config.base, model, tensors, peft_config.present_name)
-        if (file := peft_config.weights_file()) is not None:
-            check_file(
-                file,
-                self._expected_tensors(peft_config, model),
-                is_known=self._is_known_tensor(peft_config, model),
-                present_name=peft_config.present_name,
-            )
+            present = {**base_tensors(model), **tensors}
+            check_base(peft_config.base, model, present, tensors, peft_config.present_name)
+        if file is not None:
+            expected, is_known = self._expected_tensors(peft_config, model), self._is_known_tensor(peft_config, model)
+            check_file(file, expected, is_known=is_known)
+            copies = peft_config.resolution.copy_names(self._container)
+            bases = {name.in_file: tensors[name.in_base] for _, name in copies if name.in_base in tensors}
+            peft_config.hold(read_state(file, bases))
 
     @contextmanager
     def _gathering(self) -> Iterator[None]:
