@@ -211,11 +211,13 @@ class BaseIndex:
         found = {entry.key: entry for entry in entries(dict.fromkeys(file.specs))}
         is_decoded = {key: e for key, e in found.items() if e.encoding != "values" and e.name in self.tensors}
         expected = {key: tuple(self.tensors[entry.name].shape) for key, entry in is_decoded.items()}
-        shapes = decoded_shapes({key: spec.shape for key, spec in file.specs.items()}, expected, str(file.path))
+        shapes = decoded_shapes(file.specs, expected, self.tensors, str(file.path))
         specs = {key: Spec(self._device_dtype(entry, file), tuple(shapes[key])) for key, entry in found.items()}
         kept = {key: file.specs[key] for entry in found.values() for key in stored_keys(entry)}
         task = Task(name, adapter, config, file, found, Layout(specs), Layout(kept))
         task.labels = dict(labels or getattr(config, "labels", None) or self._labels_in(task))
+        if isinstance(config, DeltaConfig) and config.check_base:
+            self._check_base(config.base or {}, [entry.name for entry in found.values()])
         if task.is_surgical:
             self._check(task)
         return task
@@ -236,8 +238,6 @@ class BaseIndex:
     def _check(self, task: Task) -> None:
         """Check a SURGICAL task against the base; others are checked when PEFT puts them into the model."""
         config: Any = task.config
-        if config.check_base:
-            self._check_base(config.base or {}, [entry.name for entry in task.entries.values()])
         names = *(config.modules_to_save or ()), *head_names(self._model, config.task_type)
         settings = {name: getattr(config, name) for name in _CHOICES}
         labels = (config.labels or {}).get("num_labels", self.labels.get("num_labels", 0))

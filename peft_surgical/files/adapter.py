@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 from peft import PeftConfig
@@ -202,37 +203,68 @@ def decode_tensors(tensors: Mapping[str, torch.Tensor], bases: Mapping[str, torc
     return decoded
 
 
-def decoded_shapes(shapes: Mapping[str, Shape], expected: Mapping[str, Shape], source: str) -> dict[str, Shape]:
+class Spec(Protocol):
+    """Anything with a shape and a dtype, as a tensor on the meta device."""
+
+    @property
+    def shape(self) -> Any: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+
+def decoded_shapes(
+    specs: Mapping[str, Spec], expected: Mapping[str, Shape], base: Mapping[str, torch.Tensor], source: str
+) -> dict[str, Shape]:
     """The shapes that a file's tensors will have once decoded, from its header alone.
 
     Args:
-        shapes: The shapes in the file, by name.
+        specs: The shapes and dtypes in the file, by name.
         expected: The shapes of the trained tensors, by plain name.
+        base: The base's own tensors, by name; what stands for one has its dtype, or a floating one.
         source: What to call the file in errors.
 
     Raises:
-        ValueError: The parts of an encoded tensor are not just those of an encoding, with the shapes that it needs.
+        ValueError: The parts of an encoded tensor are not just those of an encoding, with the shapes that it needs, or
+            a tensor has a dtype that it cannot have.
     """
     decoded: dict[str, Shape] = {}
-    for name, parts in group_parts(shapes).items():
-        if "" in parts or name not in expected:
-            decoded[name] = parts.get("", ())
-            continue
+    for name, parts in group_parts(specs).items():
         try:
-            encoding = encoding_of(parts)
+            chosen = encoding_of(parts)
         except ValueError as error:
             raise ValueError(f"{source}: the tensor {name!r}: {error}") from error
-        needed = find_encoding(encoding).part_shapes(expected[name])
-        for suffix, shape in needed.items():
+        if chosen == "values":
+            own, dtype = base.get(entry_of(name).name), parts[""].dtype
+            dtypes = {"": dtype if dtype.is_floating_point else getattr(own, "dtype", torch.float32)}
+            needed: Mapping[str, Any] = {"": None}
+            decoded[name] = parts[""].shape
+        else:
+            dtypes = {**find_encoding(chosen).dtypes, ERROR: torch.float32}
+            needed = find_encoding(chosen).part_shapes(expected[name]) if name in expected else {}
+            decoded[name] = expected.get(name, ())
+        for suffix in [*needed, *parts]:
+            key = f"{name}{SEPARATOR}{suffix}" if suffix else name
             if suffix not in parts:
-                raise ValueError(f"{source} lacks the tensor {name + SEPARATOR + suffix!r}. Save the adapter again.")
-            if shape is not None and tuple(parts[suffix]) != shape:
+                raise ValueError(f"{source} lacks the tensor {key!r}. Save the adapter again.")
+            if suffix not in dtypes:
+                raise ValueError(f"{source} has a tensor {key!r}, which is no part of {chosen!r}. Save it again.")
+            if parts[suffix].dtype != dtypes[suffix]:
                 raise ValueError(
-                    f"{source}: the tensor {name + SEPARATOR + suffix!r} has shape {tuple(parts[suffix])}, this model "
-                    f"needs {shape}. Load the adapter onto the base it was trained on."
+                    f"{source}: the tensor {key!r} has the dtype {_name(parts[suffix].dtype)}, which must be "
+                    f"{_name(dtypes[suffix])}. Copy the file again, or save the adapter again."
                 )
-        decoded[name] = expected[name]
+            shape = needed.get(suffix)
+            if shape is not None and tuple(parts[suffix].shape) != shape:
+                raise ValueError(
+                    f"{source}: the tensor {key!r} has shape {tuple(parts[suffix].shape)}, this model needs {shape}. "
+                    "Load the adapter onto the base it was trained on."
+                )
     return decoded
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def as_plain(key: str) -> str:

@@ -211,21 +211,27 @@ def _read(mark: str) -> tuple[torch.dtype, torch.Tensor]:
 
 
 def check_file(
-    file: TensorFile, expected: Mapping[str, torch.Size], *, is_known: Callable[[str], bool] = lambda name: False
+    file: TensorFile,
+    expected: Mapping[str, torch.Size],
+    base: Mapping[str, torch.Tensor],
+    *,
+    is_known: Callable[[str], bool] = lambda name: False,
 ) -> None:
     """Check the header of a file of tensors; no values are read.
 
     Args:
         file: A safetensors file.
         expected: The shapes that its tensors should have, by name.
+        base: The base's own tensors, by name.
         is_known: Whether a tensor that is not expected may be there all the same.
 
     Raises:
-        ValueError: A tensor is missing, unknown, empty or of another shape. The message names the file and the first
-            such tensor.
+        ValueError: A tensor is missing, unknown, empty or of another shape or dtype. The message names the file and
+            the first such tensor.
     """
-    shapes = decoded_shapes({name: file.meta(name).shape for name in file}, expected, str(file.path))
-    check_tensors({n: torch.Size(s) for n, s in shapes.items()}, expected, source=str(file.path), is_known=is_known)
+    source = str(file.path)
+    shapes = decoded_shapes({name: file.meta(name) for name in file}, expected, base, source)
+    check_tensors({n: torch.Size(s) for n, s in shapes.items()}, expected, source=source, is_known=is_known)
 
 
 def read_state(file: TensorFile, bases: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

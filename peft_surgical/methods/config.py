@@ -7,7 +7,8 @@ import os
 import re
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,12 +21,15 @@ from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME
 from typing_extensions import Self
 
 from peft_surgical.files.adapter import AdapterFile, group_parts
+from peft_surgical.files.base import check_record
 from peft_surgical.files.encodings import find_encoding
 from peft_surgical.files.safetensors_io import Header, TensorFile, add_header, download, written_aside
+from peft_surgical.methods.resolve import check_patterns
 from peft_surgical.names import PREFIX
 
 
 FORMAT_VERSION = 1
+MOST_LABELS, MOST_RANK = 2**20, 2**16
 sources: set[str] = set()  # the folders and names on the hub that configs of this package were read from
 
 
@@ -43,6 +47,17 @@ class Checked(threading.local):
 
 
 checked = Checked()
+
+_FAULTS = (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RuntimeError, re.error)
+
+
+def _named(error: Exception, source: str) -> ValueError:
+    """What is said of an adapter that an error came of."""
+    if not isinstance(error, ValueError):
+        return ValueError(
+            f"The adapter {source} cannot be used, its files are damaged ({type(error).__name__}: {error})."
+        )
+    return error if source in str(error) else ValueError(f"{source}: {error}")
 
 
 @dataclass
@@ -95,12 +110,50 @@ class DeltaConfig(PeftConfig):
         cls, pretrained_model_name_or_path: str, subfolder: str | None = None, **kwargs: Any
     ) -> Self:
         is_checked = kwargs.pop("check_base", None)
-        config = super().from_pretrained(pretrained_model_name_or_path, subfolder=subfolder, **kwargs)
+        try:
+            config = super().from_pretrained(pretrained_model_name_or_path, subfolder=subfolder, **kwargs)
+            config.check_loaded()
+        except _FAULTS as error:
+            raise _named(error, os.path.join(pretrained_model_name_or_path, subfolder or "", CONFIG_NAME)) from error
         config.check_base = config.check_base if is_checked is None else is_checked
         # so that the weights can be checked before the model is changed
         config._source = (pretrained_model_name_or_path, subfolder, cls._split_kwargs(kwargs)[0])
         sources.add(os.fspath(pretrained_model_name_or_path))
         return config
+
+    def check_loaded(self) -> None:
+        """Check what a file of a stranger could say to take time or memory without end.
+
+        Raises:
+            ValueError: It does.
+        """
+        ranking = getattr(self, "ranking", None)
+        if isinstance(ranking, str):
+            raise ValueError(
+                f"ranking={ranking!r} is a path; a saved adapter names its layers. Give the ranking itself: "
+                "config.ranking = LayerRanking.load(path)."
+            )
+        number = (self.labels or {}).get("num_labels", 1)
+        names = (self.labels or {}).get("id2label") or {}
+        if not isinstance(number, int) or not 0 < number <= MOST_LABELS or len(names) not in (0, number):
+            raise ValueError(f"num_labels={number!r} must be a number up to {MOST_LABELS:,} with as many names.")
+        if not isinstance(self.key_mapping or {}, dict):
+            raise ValueError(f"key_mapping={self.key_mapping!r} must be an object of texts.")
+        check_record(self.base or {})
+        rules: list[Any] = [*(self.key_mapping or {})]
+        for name in ("target_modules", "exclude_modules"):
+            rules.append(getattr(self, name, None))
+        for name in ("rank_pattern", "alpha_pattern"):
+            rules += getattr(self, name, None) or {}
+        pattern = getattr(self, "layers_pattern", None)
+        rules += [pattern] if isinstance(pattern, str) else pattern or []
+        strata = getattr(self, "strata", None) or []
+        for items in strata.values() if isinstance(strata, dict) else [strata]:
+            rules += [item.get("target_modules") for item in items]
+        check_patterns(rule for rule in rules if isinstance(rule, str))
+        ranks = [getattr(self, "r", 1), *(getattr(self, "rank_pattern", None) or {}).values()]
+        if not all(isinstance(rank, int) and 0 < rank <= MOST_RANK for rank in ranks):
+            raise ValueError(f"r and rank_pattern must be numbers from 1 to {MOST_RANK:,}.")
 
     def save_pretrained(self, save_directory: str, **kwargs: Any) -> None:
         """Write `adapter_config.json`, and the record of the base into the header of the tensors' file beside it.
@@ -140,6 +193,17 @@ class DeltaConfig(PeftConfig):
         self.take_header(file.header, file.path)
         return file
 
+    @contextmanager
+    def naming_itself(self) -> Iterator[None]:
+        """Within the block, whatever is wrong with a config that was read is one `ValueError` that names it."""
+        source = getattr(self, "_source", None)
+        try:
+            yield
+        except _FAULTS as error:
+            if source is None or isinstance(error, torch.OutOfMemoryError):
+                raise
+            raise _named(error, os.path.join(source[0], source[1] or "")) from error
+
     def hold(self, state: dict[str, torch.Tensor]) -> None:
         """Keep the tensors of the file, which were checked, until PEFT puts them into the model."""
         checked.source, checked.state = self._source[:2], state  # type: ignore[attr-defined]
@@ -157,6 +221,7 @@ class DeltaConfig(PeftConfig):
                 'take the line "saved" out of adapter_config.json.'
             )
         if self.base is None and header is not None:
+            check_record(header.base)
             self.base = header.base
 
     def present_name(self, name: str) -> str:

@@ -8,17 +8,18 @@ from typing import Any
 
 import torch
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
-from peft.utils.other import ModulesToSaveWrapper
+from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 from torch import nn
 
 from peft_surgical.copies.module import TunedModule
-from peft_surgical.copies.select import original_tensor, token_embeddings
+from peft_surgical.copies.select import bottom, original_tensor, own_tensor_names, token_embeddings
 from peft_surgical.distributed import rank, whole_weights
 from peft_surgical.files.adapter import decode_tensors, encode_tensor, is_encoded
-from peft_surgical.files.base import check_gathered, check_tensors, sharded, with_vocabulary
+from peft_surgical.files.base import base_tensors, check_gathered, check_tensors, sharded, with_vocabulary
+from peft_surgical.files.safetensors_io import TensorFile
 from peft_surgical.layers import unwrap
 from peft_surgical.methods.heads import head_shapes
-from peft_surgical.names import PREFIX, as_attribute, as_in_file, without_engines, without_wrappers
+from peft_surgical.names import PREFIX, as_attribute, as_in_file, base_path, without_engines, without_wrappers
 
 
 TRAINED_TOKENS = ".token_adapter.trainable_tokens_delta"
@@ -41,17 +42,53 @@ def token_shapes(
     return {}
 
 
-def embedding_tensors(model: nn.Module) -> set[str]:
-    """The embeddings' tensors by their names in a file; PEFT saves them along on demand or if they were resized."""
-    found: set[str] = set()
+def embedding_tensors(model: nn.Module) -> dict[str, str]:
+    """The base's embeddings, which PEFT saves along on demand or if they were resized.
+
+    Returns:
+        By the names that their tensors then have in a file, the paths of the modules.
+    """
+    found: dict[str, str] = {}
     for embedding in token_embeddings(model):
         for path, module in model.named_modules():
             if module is embedding and module is not None:
                 path = without_wrappers(path).removeprefix(PREFIX)
-                # inside the wrapper of an adapter if they are tuned themselves
-                for name in module.state_dict():
-                    found.update({f"{PREFIX}{path}.{name}", f"{PREFIX}{path}.base_layer.{name}"})
+                inner = bottom(module.original_module if isinstance(module, AuxiliaryTrainingWrapper) else module)
+                for name in own_tensor_names(inner):
+                    # inside the wrapper of an adapter if they are tuned themselves
+                    for wrapper in ("", "base_layer.", "original_module."):
+                        found[f"{PREFIX}{path}.{wrapper}{name}"] = path
     return found
+
+
+def changed_embeddings(file: TensorFile, model: nn.Module, base: Mapping[str, torch.Tensor]) -> list[str]:
+    """The paths of the embeddings that PEFT saved along and that have other values than the base's."""
+    found: dict[str, None] = {}
+    for key, path in embedding_tensors(model).items():
+        if (own := base.get(key.removeprefix(PREFIX))) is not None and key in file and not is_same(file[key], own):
+            found[path] = None
+    return list(found)
+
+
+def check_own(tensors: Mapping[str, torch.Tensor], model: nn.Module) -> None:
+    """Check that tensors, by their names in a file, are the base's own, which loading never changes.
+
+    Raises:
+        ValueError: One has other values. The message names it.
+    """
+    base = base_tensors(unwrap(model)) if tensors else {}
+    for name, tensor in tensors.items():
+        own = base.get(base_path(name))
+        if own is None or not is_same(tensor, own):
+            raise ValueError(
+                f"{name!r} belongs to the base, where it has other values, and loading never changes the base. Name "
+                "its module in modules_to_save (or extra_modules), so that it becomes the adapter's."
+            )
+
+
+def is_same(tensor: torch.Tensor, own: torch.Tensor) -> bool:
+    """Whether a loaded tensor has the values of the base's own, in the base's dtype."""
+    return own.is_meta or (tensor.shape == own.shape and torch.equal(tensor.to(own.device, own.dtype), own.detach()))
 
 
 def prefix_of_peft_model(names: Iterable[str]) -> str:
@@ -177,6 +214,11 @@ class SavedState(BaseTuner):
             is_known=cls._may_be_saved_along(config, model),
         )
         config.forget_saved_names()
+        # the base's own tensors may be in a file, but are never loaded; only LoRA's bias="all" means them
+        biases = config.peft_type == "STRATIFIED" and config.bias != "none"
+        others = {n: t for n, t in remapped.items() if n not in live and not (biases and n.endswith(".bias"))}
+        check_own(others, model)
+        remapped = {name: tensor for name, tensor in remapped.items() if name not in others}
         # PEFT may assign what it loads, which would bring the file's dtype and device into the model
         loaded = {name: as_live(live[name], tensor) if name in live else tensor for name, tensor in remapped.items()}
         prefix = prefix_of_peft_model(live)

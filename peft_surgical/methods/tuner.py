@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer, check_target_module_exists
 from peft.utils.integrations import gather_params_ctx
+from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn
 from typing_extensions import Self
 
@@ -34,7 +35,7 @@ from peft_surgical.methods.merging import delete_adapter, unload
 from peft_surgical.methods.mixed_batch import adapter_names_in_forward
 from peft_surgical.methods.report import TuningReport, tuning_report
 from peft_surgical.methods.resolve import Matching, Resolution, check_adapter_name
-from peft_surgical.methods.saving import SavedState, live_tensors
+from peft_surgical.methods.saving import SavedState, changed_embeddings, live_tensors
 from peft_surgical.names import OWN_TENSORS
 
 
@@ -62,24 +63,24 @@ class DeltaTuner(SavedState, BaseTuner):
         check_not_prepared(model, "get_peft_model, PeftModel.from_pretrained or load_adapter")
         if not hasattr(self, "_labels_of_base"):
             self._labels_of_base = label_settings(model)
-        heads = [*(peft_config.modules_to_save or []), *head_names(model, peft_config.task_type)]
+        file, base = peft_config.open_weights(), base_tensors(model)
+        along = changed_embeddings(file, model, base) if file is not None else []
+        heads = [*(peft_config.modules_to_save or []), *head_names(model, peft_config.task_type), *along]
         peft_config.modules_to_save = list(dict.fromkeys(heads)) or None
         peft_config.resolution = self._resolve(peft_config, model)
         tensors = self._touched_tensors(peft_config, model)
         heads = [m for path, m in model.named_modules() if path and matches_any(path, peft_config.modules_to_save)]
         parameters = [*tensors.values(), *(p for head in heads for p in head.parameters())]
         self._gathered.enter_context(gather_params_ctx([p for p in parameters if hasattr(p, "ds_id")], None))
-        file = peft_config.open_weights()
         if peft_config.base is None:
             peft_config.base = describe_base(model, left_out=peft_config.modules_to_save or [])
             if peft_config.labels is None and head_names(model, peft_config.task_type):
                 peft_config.labels = label_settings(model)
         elif peft_config.check_base:
-            present = {**base_tensors(model), **tensors}
-            check_base(peft_config.base, model, present, tensors, peft_config.present_name)
+            check_base(peft_config.base, model, {**base, **tensors}, tensors, peft_config.present_name)
         if file is not None:
             expected, is_known = self._expected_tensors(peft_config, model), self._is_known_tensor(peft_config, model)
-            check_file(file, expected, is_known=is_known)
+            check_file(file, expected, base, is_known=is_known)
             copies = peft_config.resolution.copy_names(self._container)
             bases = {name.in_file: tensors[name.in_base] for _, name in copies if name.in_base in tensors}
             peft_config.hold(read_state(file, bases))
@@ -157,8 +158,12 @@ class DeltaTuner(SavedState, BaseTuner):
         if not given.inference_mode:  # what is loaded is resolved already, and PEFT expects that very config
             self.peft_config[adapter_name] = given.for_one_model()
         self._copied = {}
-        with self._gathering():
-            super().inject_adapter(model, adapter_name, *args, **kwargs)
+        with self._gathering(), given.naming_itself():
+            try:
+                super().inject_adapter(model, adapter_name, *args, **kwargs)
+            except Exception:
+                self._take_out(adapter_name, present)
+                raise
         # new modules take the mode of their model, so that an eval() model stays one with dropout in an adapter
         for module in [self, *(module for module in model.modules() if id(module) not in present)]:
             module.training = model.training
@@ -173,6 +178,16 @@ class DeltaTuner(SavedState, BaseTuner):
         shapes = {self._remove_adapter_name_from_key(name, adapter_name): tensor.shape for name, tensor in live}
         config.resolution = replace(config.resolution, shapes=shapes)
         self._sync_labels()
+
+    def _take_out(self, adapter_name: str, present: Collection[int]) -> None:
+        """Take out what there is of an adapter that could not be made."""
+        modules = [m for m in self.model.modules() if isinstance(m, (BaseTunerLayer, AuxiliaryTrainingWrapper))]
+        if modules and not any(id(module) in present for module in modules):
+            unload(self, False, False, False, None)
+        for module in modules:
+            for table in (getattr(module, name) for name in module.adapter_layer_names):
+                if adapter_name in table:
+                    del table[adapter_name]
 
     def _check_target_module_compatiblity(self, peft_config: Any, model: nn.Module, target_name: str) -> None:
         """PEFT's warning is about LoRA on Mamba's projections; copies of whole tensors have no such limit."""

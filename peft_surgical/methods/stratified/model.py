@@ -112,7 +112,7 @@ class StratifiedModel(DeltaTuner, LoraModel):  # type: ignore[misc]
     def _may_be_saved_along(cls, config: Any, model: nn.Module) -> Callable[[str], bool]:
         is_known = super()._may_be_saved_along(config, model)
         # LoRA alone may have PEFT's own bias="all", which trains the base's biases and saves them
-        return lambda name: is_known(name) or (name.endswith(".bias") and not config.is_stratified)
+        return lambda name: is_known(name) or (name.endswith(".bias") and config.bias != "none")
 
     def _unite_choice(self, united: Any, configs: Sequence[Any]) -> None:
         stratified = [config.is_stratified for config in configs]
