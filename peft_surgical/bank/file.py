@@ -19,7 +19,7 @@ from peft.utils import SAFETENSORS_WEIGHTS_NAME
 from torch import nn
 
 from peft_surgical.bank.memory import Layout, Spec
-from peft_surgical.files.adapter import ERROR, Entry, decoded_shapes, entries, method_of
+from peft_surgical.files.adapter import ERROR, Entry, decoded_shapes, entries, method_of, touched_names
 from peft_surgical.files.base import check_base, check_tensors, describe_base
 from peft_surgical.files.safetensors_io import TensorFile, checksum, download, read_header
 from peft_surgical.methods.config import DeltaConfig, read_config
@@ -209,6 +209,11 @@ class BaseIndex:
             config.take_header(file.header, file.path)
             config.forget_saved_names()
         found = {entry.key: entry for entry in entries(dict.fromkeys(file.specs))}
+        for key, entry in found.items():
+            if entry.encoding != "values" and entry.name not in self.tensors:
+                raise ValueError(
+                    f"{file.path}: the tensor {key!r} is encoded, but the base has none to decode it with."
+                )
         is_decoded = {key: e for key, e in found.items() if e.encoding != "values" and e.name in self.tensors}
         expected = {key: tuple(self.tensors[entry.name].shape) for key, entry in is_decoded.items()}
         shapes = decoded_shapes(file.specs, expected, self.tensors, str(file.path))
@@ -217,9 +222,10 @@ class BaseIndex:
         task = Task(name, adapter, config, file, found, Layout(specs), Layout(kept))
         task.labels = dict(labels or getattr(config, "labels", None) or self._labels_in(task))
         if isinstance(config, DeltaConfig) and config.check_base:
-            self._check_base(config.base or {}, [entry.name for entry in found.values()])
+            self._check_base(config.base or {}, touched_names(file.specs))
         if task.is_surgical:
-            self._check(task)
+            with config.naming_itself():  # type: ignore[attr-defined]
+                self._check(task)
         return task
 
     def check_heads(self, tasks: Iterable[Task], has_base: bool) -> None:

@@ -19,7 +19,7 @@ from peft import PeftConfig
 from peft.utils import SAFETENSORS_WEIGHTS_NAME
 
 from peft_surgical.files.encodings import ENCODINGS, Shape, difference, find_encoding
-from peft_surgical.files.safetensors_io import TensorFile, write_tensors
+from peft_surgical.files.safetensors_io import TensorFile, write_tensors, written_aside
 from peft_surgical.names import PREFIX, CopyName
 
 
@@ -79,6 +79,7 @@ class AdapterFile:
             raise ValueError(f"{source} has no {SAFETENSORS_WEIGHTS_NAME}. Save the adapter again.")
         self.file = TensorFile(path, present_name)
         self.entries = entries(self.file)
+        decoded_shapes({name: self.file.meta(name) for name in self.file}, {}, None, path)
 
     def decode(self, entry: Entry, base: torch.Tensor | None = None) -> torch.Tensor:
         """The trained values of one tensor.
@@ -91,7 +92,10 @@ class AdapterFile:
             ValueError: The tensor is encoded, and `base` is missing or another one.
         """
         parts = {key: self.file[key] for key in entry.keys().values()}
-        return decode_tensors(parts, {} if base is None else {entry.key: base})[entry.key]
+        try:
+            return decode_tensors(parts, {} if base is None else {entry.key: base})[entry.key]
+        except ValueError as error:
+            raise ValueError(f"{self.source}: {error}") from error
 
     def nbytes(self, entry: Entry) -> int:
         """The size of a tensor in the file, all parts together, in bytes."""
@@ -109,6 +113,19 @@ def entries(names: Iterable[str]) -> list[Entry]:
     return [entry_of(key, list(parts)) for key, parts in group_parts(dict.fromkeys(names)).items()]
 
 
+def touched_names(names: Iterable[str]) -> set[str]:
+    """The names in the base of the tensors that those of an adapter's file stand for or add to.
+
+    Example:
+
+        >>> touched_names(["base_model.model.query.lora_A.weight", "base_model.model.classifier.weight"])
+        {'query.weight'}
+    """
+    found = entries(names)
+    copies = {entry.name for entry in found if entry.is_copy}
+    return copies | {f"{e.name.partition('.lora_')[0]}.weight" for e in found if not e.is_copy and ".lora_" in e.name}
+
+
 def entry_of(key: str, suffixes: Sequence[str] = ("",)) -> Entry:
     """What a plain name in an adapter's file stands for."""
     copy = CopyName.parse(key)
@@ -123,10 +140,12 @@ def method_of(config: PeftConfig) -> str:
 def write_adapter(
     folder: Path, config: PeftConfig, tensors: Mapping[str, torch.Tensor], auto_mapping: dict | None = None
 ) -> int:
-    """Write the two files of an adapter; gives the size of its tensors in bytes."""
-    folder.mkdir(parents=True, exist_ok=True)
-    nbytes = write_tensors(folder / SAFETENSORS_WEIGHTS_NAME, tensors)
-    config.save_pretrained(str(folder), auto_mapping_dict=auto_mapping)
+    """Write the two files of an adapter, which appear together; gives the size of its tensors in bytes."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with written_aside(folder) as aside:
+        aside.mkdir()
+        nbytes = write_tensors(aside / SAFETENSORS_WEIGHTS_NAME, tensors)
+        config.save_pretrained(str(aside), auto_mapping_dict=auto_mapping)
     return nbytes
 
 
@@ -214,14 +233,14 @@ class Spec(Protocol):
 
 
 def decoded_shapes(
-    specs: Mapping[str, Spec], expected: Mapping[str, Shape], base: Mapping[str, torch.Tensor], source: str
+    specs: Mapping[str, Spec], expected: Mapping[str, Shape], base: Mapping[str, torch.Tensor] | None, source: str
 ) -> dict[str, Shape]:
     """The shapes that a file's tensors will have once decoded, from its header alone.
 
     Args:
         specs: The shapes and dtypes in the file, by name.
         expected: The shapes of the trained tensors, by plain name.
-        base: The base's own tensors, by name; what stands for one has its dtype, or a floating one.
+        base: The base's own tensors by name, if they are known; what stands for one has its dtype, or a floating one.
         source: What to call the file in errors.
 
     Raises:
@@ -235,8 +254,10 @@ def decoded_shapes(
         except ValueError as error:
             raise ValueError(f"{source}: the tensor {name!r}: {error}") from error
         if chosen == "values":
-            own, dtype = base.get(entry_of(name).name), parts[""].dtype
-            dtypes = {"": dtype if dtype.is_floating_point else getattr(own, "dtype", torch.float32)}
+            dtype = parts[""].dtype
+            own = None if base is None else base.get(entry_of(name).name)
+            is_free = base is None or dtype.is_floating_point
+            dtypes = {"": dtype if is_free else getattr(own, "dtype", torch.float32)}
             needed: Mapping[str, Any] = {"": None}
             decoded[name] = parts[""].shape
         else:

@@ -29,7 +29,7 @@ from peft_surgical.names import PREFIX
 
 
 FORMAT_VERSION = 1
-MOST_LABELS, MOST_RANK = 2**20, 2**16
+MOST_LABELS, MOST_RANK, MOST_BYTES = 2**20, 2**16, 2**24  # of what a config may say, and its size
 sources: set[str] = set()  # the folders and names on the hub that configs of this package were read from
 
 
@@ -186,6 +186,8 @@ class DeltaConfig(PeftConfig):
         Raises:
             ValueError: It is damaged, or was not saved together with this config. The message names it.
         """
+        if (opened := vars(self).get("_opened")) is not None:
+            return opened
         path = self.weights_file()
         if path is None:
             return None
@@ -221,7 +223,10 @@ class DeltaConfig(PeftConfig):
                 'take the line "saved" out of adapter_config.json.'
             )
         if self.base is None and header is not None:
-            check_record(header.base)
+            try:
+                check_record(header.base)
+            except ValueError as error:
+                raise ValueError(f"{path}: {error}. Copy it again.") from error
             self.base = header.base
 
     def present_name(self, name: str) -> str:
@@ -274,6 +279,7 @@ def open_adapter(source: str | os.PathLike) -> AdapterFile:
     if isinstance(config, DeltaConfig):
         config.take_header(saved.file.header, saved.file.path)
         config.forget_saved_names()
+        vars(config)["_opened"] = saved.file  # by the present names
     return saved
 
 

@@ -199,6 +199,14 @@ class SavedState(BaseTuner):
     def _remap_adapter_state_dict_for_load(
         cls, model: Any, config: Any, adapter_name: str, state_dict: Any
     ) -> dict[str, torch.Tensor]:
+        try:
+            return cls._remap_checked(model, config, adapter_name, state_dict)
+        except ValueError:
+            getattr(model, "base_model", model)._take_out_unfilled(adapter_name)
+            raise
+
+    @classmethod
+    def _remap_checked(cls, model: Any, config: Any, adapter_name: str, state_dict: Any) -> dict[str, torch.Tensor]:
         state_dict = {config.present_name(name): tensor for name, tensor in state_dict.items()}
         with whole_weights(model) if is_encoded(state_dict) else nullcontext():
             decoded = decode_state(model, adapter_name, state_dict, cls._remove_adapter_name_from_key)
@@ -213,12 +221,13 @@ class SavedState(BaseTuner):
             source=f"The state for adapter {adapter_name!r}",
             is_known=cls._may_be_saved_along(config, model),
         )
-        config.forget_saved_names()
         # the base's own tensors may be in a file, but are never loaded; only LoRA's bias="all" means them
         biases = config.peft_type == "STRATIFIED" and config.bias != "none"
         others = {n: t for n, t in remapped.items() if n not in live and not (biases and n.endswith(".bias"))}
         check_own(others, model)
         remapped = {name: tensor for name, tensor in remapped.items() if name not in others}
+        config.forget_saved_names()
+        config._is_unfilled = False
         # PEFT may assign what it loads, which would bring the file's dtype and device into the model
         loaded = {name: as_live(live[name], tensor) if name in live else tensor for name, tensor in remapped.items()}
         prefix = prefix_of_peft_model(live)

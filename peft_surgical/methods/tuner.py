@@ -21,6 +21,7 @@ from peft_surgical.copies.module import TunedModule
 from peft_surgical.copies.select import innermost_tuned, matches_any, original_tensor
 from peft_surgical.copies.ties import note_untied
 from peft_surgical.distributed import check_not_prepared
+from peft_surgical.files.adapter import touched_names
 from peft_surgical.files.base import base_tensors, check_base, check_file, describe_base, read_state
 from peft_surgical.methods.before_training import (
     BackwardStart,
@@ -35,7 +36,13 @@ from peft_surgical.methods.merging import delete_adapter, unload
 from peft_surgical.methods.mixed_batch import adapter_names_in_forward
 from peft_surgical.methods.report import TuningReport, tuning_report
 from peft_surgical.methods.resolve import Matching, Resolution, check_adapter_name
-from peft_surgical.methods.saving import SavedState, changed_embeddings, live_tensors
+from peft_surgical.methods.saving import (
+    SavedState,
+    changed_embeddings,
+    check_own,
+    embedding_tensors,
+    live_tensors,
+)
 from peft_surgical.names import OWN_TENSORS
 
 
@@ -77,13 +84,17 @@ class DeltaTuner(SavedState, BaseTuner):
             if peft_config.labels is None and head_names(model, peft_config.task_type):
                 peft_config.labels = label_settings(model)
         elif peft_config.check_base:
-            check_base(peft_config.base, model, {**base, **tensors}, tensors, peft_config.present_name)
+            touched = {*tensors, *touched_names(file or ())}
+            check_base(peft_config.base, model, {**base, **tensors}, touched, peft_config.present_name)
         if file is not None:
             expected, is_known = self._expected_tensors(peft_config, model), self._is_known_tensor(peft_config, model)
             check_file(file, expected, base, is_known=is_known)
             copies = peft_config.resolution.copy_names(self._container)
             bases = {name.in_file: tensors[name.in_base] for _, name in copies if name.in_base in tensors}
-            peft_config.hold(read_state(file, bases))
+            state = read_state(file, bases)
+            along = embedding_tensors(model)
+            check_own({name: state.pop(name) for name in list(state) if name in along and name not in expected}, model)
+            peft_config.hold(state)
 
     @contextmanager
     def _gathering(self) -> Iterator[None]:
@@ -170,6 +181,7 @@ class DeltaTuner(SavedState, BaseTuner):
         note_untied(model)
         leave_fused_path(model, lambda module: isinstance(module, BaseTunerLayer))
         config: Any = self.peft_config[adapter_name]
+        config._is_unfilled = hasattr(config, "_source")
         self._frozen_on_purpose = frozen  # PEFT gives back the flags that it set meanwhile
         self._copied = {}
         if config.labels and self._labels_of_base:
@@ -178,6 +190,16 @@ class DeltaTuner(SavedState, BaseTuner):
         shapes = {self._remove_adapter_name_from_key(name, adapter_name): tensor.shape for name, tensor in live}
         config.resolution = replace(config.resolution, shapes=shapes)
         self._sync_labels()
+
+    def _take_out_unfilled(self, adapter_name: str) -> None:
+        """Take out an adapter whose tensors could not be loaded, unless it had some before."""
+        config: Any = self.peft_config[adapter_name]
+        if not vars(config).pop("_is_unfilled", False):
+            return
+        if len(self.peft_config) == 1:
+            unload(self, False, False, False, None)
+        else:
+            delete_adapter(self, adapter_name)
 
     def _take_out(self, adapter_name: str, present: Collection[int]) -> None:
         """Take out what there is of an adapter that could not be made."""
