@@ -21,7 +21,7 @@ from torch import nn
 from peft_surgical.bank.memory import Layout, Spec
 from peft_surgical.files.adapter import ERROR, Entry, decoded_shapes, entries, method_of, touched_names
 from peft_surgical.files.base import check_base, check_tensors, describe_base
-from peft_surgical.files.safetensors_io import TensorFile, checksum, download, read_header
+from peft_surgical.files.safetensors_io import DTYPES, Header, checksum, download, read_header
 from peft_surgical.methods.config import DeltaConfig, read_config
 from peft_surgical.methods.heads import head_names, head_shapes, label_settings
 from peft_surgical.methods.mixed_batch import BASE
@@ -53,18 +53,22 @@ class TaskFile:
 
     def __init__(self, path: str | os.PathLike, present_name: Callable[[str], str] = lambda name: name):
         self.path = Path(path)
-        whole = TensorFile(path, present_name)  # safetensors' own parser, which looks at sizes and places
         self._checked: set[str] = set()  # checksums are looked at once, for the file may not change
-        self.header, self._names = whole.header, whole.names_in_file
-        self.specs = {name: Spec(meta.dtype, tuple(meta.shape)) for name in whole for meta in [whole.meta(name)]}
         try:
             with open(self.path, "rb") as file:
                 self._stamp = _stamp(file.fileno())
                 entries, start = read_header(file)
-            self._starts = {name: start + entries[key]["data_offsets"][0] for name, key in self._names.items()}
-            self._dtypes = {name: entries[key]["dtype"] for name, key in self._names.items()}
-            if any(list(self.specs[name].shape) != entries[key]["shape"] for name, key in self._names.items()):
-                raise ValueError("it was changed meanwhile")
+            self.header = Header.parse(entries.pop("__metadata__", None) or {})
+            self._entries = {present_name(name): {**entry, "name": name} for name, entry in entries.items()}
+            self.specs = {n: Spec(DTYPES[e["dtype"]], tuple(e["shape"])) for n, e in self._entries.items()}
+            self._starts = {name: start + entry["data_offsets"][0] for name, entry in self._entries.items()}
+            end = start
+            for name in sorted(self._starts, key=lambda name: (self._starts[name], self.specs[name].nbytes)):
+                if self._starts[name] != end or min(self.specs[name].shape, default=0) < 0:
+                    raise ValueError(f"the tensor {name!r} begins at byte {self._starts[name]} instead of {end}")
+                end += self.specs[name].nbytes
+            if end != self._stamp[0]:
+                raise ValueError(f"it has {self._stamp[0]} bytes and should have {end}")
         except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
             raise ValueError(f"{path} cannot be read as a safetensors file ({error}). Copy it again.") from error
 
@@ -99,8 +103,8 @@ class TaskFile:
                 part = data[start : start + layout.specs[name].nbytes]
                 _read_all(file, self._starts[name], part.data)
                 if self.header is not None and name not in self._checked:
-                    spec = self.specs[name]
-                    self.header.check(self._names[name], checksum(self._dtypes[name], spec.shape, part))
+                    entry = self._entries[name]
+                    self.header.check(entry["name"], checksum(entry["dtype"], entry["shape"], part))
                     self._checked.add(name)
             self._check_unchanged(file)
 

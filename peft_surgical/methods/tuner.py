@@ -92,8 +92,8 @@ class DeltaTuner(SavedState, BaseTuner):
             copies = peft_config.resolution.copy_names(self._container)
             bases = {name.in_file: tensors[name.in_base] for _, name in copies if name.in_base in tensors}
             state = read_state(file, bases)
-            along = embedding_tensors(model)
-            check_own({name: state.pop(name) for name in list(state) if name in along and name not in expected}, model)
+            others = embedding_tensors(model).keys() - expected.keys()
+            check_own({name: state.pop(name) for name in list(state) if name in others}, model)
             peft_config.hold(state)
 
     @contextmanager

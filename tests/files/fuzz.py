@@ -43,7 +43,8 @@ KINDS += [("STRATIFIED", "values"), ("STRATIFIED", "lossless"), ("STRATIFIED", "
 JUNK: list[Any] = [
     None, True, -1, 0, 3, 10**9, 10**30, -0.5, 1e308, float("nan"), "", "x", "/dev/zero", "(a+)+$", "(.*)*b", "[",
     [], [[]], [None], ["x"], [10**9], {}, {"x": 1}, {"": None}, {"(x+)+y": "z"}, {"encoder": [0, 0]}, [1, 1],
-    "last:0%",    {"num_labels": 10**9}, {"num_labels": "2"}, {"layers": 3}, {"tensors": {"x": "float32:@@"}}, ["a"] * 1000,
+    "last:0%", {"num_labels": 10**9}, {"num_labels": "2"}, {"layers": 3}, {"tensors": {"x": "float32:@@"}},
+    ["a"] * 1000,
 ]  # fmt: skip
 
 
