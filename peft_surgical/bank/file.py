@@ -213,6 +213,7 @@ class BaseIndex:
             config.take_header(file.header, file.path)
             config.forget_saved_names()
         found = {entry.key: entry for entry in entries(dict.fromkeys(file.specs))}
+        decoded_shapes(file.specs, {}, None, str(file.path))
         for key, entry in found.items():
             if entry.encoding != "values" and entry.name not in self.tensors:
                 raise ValueError(

@@ -153,7 +153,7 @@ def check_record(record: Any) -> None:
     for name, mark in (record.get("tensors") or {}).items():
         try:
             _read(mark)
-        except (ValueError, AttributeError, TypeError) as error:
+        except (ValueError, AttributeError, TypeError, KeyError) as error:
             raise ValueError(f"the record of the base's tensor {name!r} is damaged") from error
 
 

@@ -48,7 +48,7 @@ class Checked(threading.local):
 
 checked = Checked()
 
-_FAULTS = (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RuntimeError, re.error)
+_FAULTS = (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RuntimeError, ImportError, re.error)
 
 
 def _named(error: Exception, source: str) -> ValueError:
@@ -134,11 +134,15 @@ class DeltaConfig(PeftConfig):
                 "config.ranking = LayerRanking.load(path)."
             )
         number = (self.labels or {}).get("num_labels", 1)
-        names = (self.labels or {}).get("id2label") or {}
-        if not isinstance(number, int) or not 0 < number <= MOST_LABELS or len(names) not in (0, number):
+        texts = (self.labels or {}).get("id2label") or {}
+        if not isinstance(number, int) or not 0 < number <= MOST_LABELS or len(texts) not in (0, number):
             raise ValueError(f"num_labels={number!r} must be a number up to {MOST_LABELS:,} with as many names.")
         if not isinstance(self.key_mapping or {}, dict):
             raise ValueError(f"key_mapping={self.key_mapping!r} must be an object of texts.")
+        for name in ("modules_to_save", "extra_modules"):
+            names = getattr(self, name, None)
+            if names is not None and not (isinstance(names, list) and all(isinstance(n, str) for n in names)):
+                raise ValueError(f"{name}={names!r} must be a list of names.")
         check_record(self.base or {})
         rules: list[Any] = [*(self.key_mapping or {})]
         for name in ("target_modules", "exclude_modules"):

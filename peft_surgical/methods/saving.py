@@ -200,7 +200,8 @@ class SavedState(BaseTuner):
         cls, model: Any, config: Any, adapter_name: str, state_dict: Any
     ) -> dict[str, torch.Tensor]:
         try:
-            return cls._remap_checked(model, config, adapter_name, state_dict)
+            with config.naming_itself():
+                return cls._remap_checked(model, config, adapter_name, state_dict)
         except ValueError:
             getattr(model, "base_model", model)._take_out_unfilled(adapter_name)
             raise
