@@ -165,6 +165,8 @@ def test_a_bit_that_flipped_in_any_tensor_is_told_and_changes_nothing(encoding, 
         assert name in str(caught.value)
         assert model.state_dict().keys() == before.keys()
         assert "second" not in model.peft_config
+        if name.endswith(":error"):
+            continue  # which the bank has no use for
         bank.add(f"task{number}", path)
         with pytest.raises(ValueError, match="checksum is wrong"):
             bank.activate(f"task{number}")
