@@ -15,7 +15,7 @@ from tiny_models import batch, build
 from torch import nn
 
 from peft_surgical import StratifiedConfig, SurgicalConfig
-from peft_surgical.files.safetensors_io import add_header
+from peft_surgical.files.check import add_header
 
 
 METHODS = ["SURGICAL", "STRATIFIED"]

@@ -18,10 +18,11 @@ from peft import PeftConfig
 from peft.utils import SAFETENSORS_WEIGHTS_NAME
 from torch import nn
 
-from peft_surgical.bank.memory import Layout, Spec
-from peft_surgical.files.adapter import ERROR, Entry, decoded_shapes, entries, method_of, touched_names
-from peft_surgical.files.base import check_base, check_tensors, describe_base
-from peft_surgical.files.safetensors_io import DTYPES, Header, checksum, download, read_header
+from peft_surgical.bank.memory import Layout, Spec, read_all, structure_of
+from peft_surgical.files.adapter import ERROR, Entry, entries, method_of, touched_names
+from peft_surgical.files.base import check_base, describe_base
+from peft_surgical.files.check import check_tensors, decoded_shapes, read_header
+from peft_surgical.files.safetensors_io import DTYPES, Header, checksum, download
 from peft_surgical.methods.config import DeltaConfig, read_config
 from peft_surgical.methods.heads import head_names, head_shapes, label_settings
 from peft_surgical.methods.mixed_batch import BASE
@@ -101,7 +102,7 @@ class TaskFile:
             for name in names:
                 start = layout.offsets[name]
                 part = data[start : start + layout.specs[name].nbytes]
-                _read_all(file, self._starts[name], part.data)
+                read_all(file, self._starts[name], part.data)
                 if self.header is not None and name not in self._checked:
                     entry = self._entries[name]
                     self.header.check(entry["name"], checksum(entry["dtype"], entry["shape"], part))
@@ -116,16 +117,6 @@ class TaskFile:
 def _stamp(descriptor: int) -> tuple[int, int, int]:
     status = os.fstat(descriptor)
     return status.st_size, status.st_mtime_ns, status.st_ino
-
-
-def _read_all(file: FileIO, start: int, target: memoryview) -> None:
-    file.seek(start)
-    done = 0
-    while done < len(target):
-        count = file.readinto(target[done:])
-        if not count:
-            raise ValueError("it is cut off")
-        done += count
 
 
 @dataclass(eq=False)
@@ -188,7 +179,7 @@ class BaseIndex:
     def __init__(self, model: nn.Module):
         self.tensors = dict(model.state_dict(keep_vars=True))
         self.labels = label_settings(model)
-        self._model: Any = _structure_of(model, {})  # wrappers that come later do not show in it
+        self._model: Any = structure_of(model, {})  # wrappers that come later do not show in it
         self._record = describe_base(self._model)
         self._known: set[str] = set()  # the records that were found to be of this base
         self._choose = lru_cache(maxsize=256)(self._choose_anew)
@@ -308,13 +299,3 @@ def _refuse_changes_of_the_base(config: PeftConfig) -> None:
             f"With {method!r}, PEFT changes the base's own weights, which other tasks use. Save the adapter as a "
             "plain LoRA, by path_initial_model_for_weight_conversion of save_pretrained."
         )
-
-
-def _structure_of(module: nn.Module, known: dict[int, nn.Module]) -> nn.Module:
-    """The same tree of modules, with the same tensors, that does not change when modules of the model are wrapped."""
-    if id(module) not in known:
-        twin = known[id(module)] = object.__new__(type(module))
-        twin.__dict__.update(module.__dict__, _parameters=dict(module._parameters), _buffers=dict(module._buffers))
-        children = module._modules.items()
-        twin.__dict__["_modules"] = {n: None if c is None else _structure_of(c, known) for n, c in children}
-    return known[id(module)]

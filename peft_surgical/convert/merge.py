@@ -18,9 +18,10 @@ from transformers import AutoConfig
 
 from peft_surgical.files.adapter import AdapterFile, Entry, touched_names
 from peft_surgical.files.base import check_base
+from peft_surgical.files.check import checked
 from peft_surgical.files.checkpoint import TASKS, Checkpoint, ModelTensors, architecture_of, bare_class_of, empty_model
 from peft_surgical.files.safetensors_io import reset_mode, write_checkpoint, written_aside
-from peft_surgical.methods.config import DeltaConfig, checked, open_adapter
+from peft_surgical.methods.config import DeltaConfig, open_adapter
 from peft_surgical.methods.heads import apply_label_settings
 
 

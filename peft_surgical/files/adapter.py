@@ -12,13 +12,12 @@ import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
 
 import torch
 from peft import PeftConfig
 from peft.utils import SAFETENSORS_WEIGHTS_NAME
 
-from peft_surgical.files.encodings import ENCODINGS, Shape, difference, find_encoding
+from peft_surgical.files.encodings import ENCODINGS, difference, find_encoding
 from peft_surgical.files.safetensors_io import TensorFile, write_tensors, written_aside
 from peft_surgical.names import PREFIX, CopyName
 
@@ -79,7 +78,6 @@ class AdapterFile:
             raise ValueError(f"{source} has no {SAFETENSORS_WEIGHTS_NAME}. Save the adapter again.")
         self.file = TensorFile(path, present_name)
         self.entries = entries(self.file)
-        decoded_shapes({name: self.file.meta(name) for name in self.file}, {}, None, path)
 
     def decode(self, entry: Entry, base: torch.Tensor | None = None) -> torch.Tensor:
         """The trained values of one tensor.
@@ -220,72 +218,6 @@ def decode_tensors(tensors: Mapping[str, torch.Tensor], bases: Mapping[str, torc
         except (ValueError, RuntimeError) as error:
             raise ValueError(f"The tensor {name!r} cannot be decoded: {error}.") from error
     return decoded
-
-
-class Spec(Protocol):
-    """Anything with a shape and a dtype, as a tensor on the meta device."""
-
-    @property
-    def shape(self) -> Any: ...
-
-    @property
-    def dtype(self) -> torch.dtype: ...
-
-
-def decoded_shapes(
-    specs: Mapping[str, Spec], expected: Mapping[str, Shape], base: Mapping[str, torch.Tensor] | None, source: str
-) -> dict[str, Shape]:
-    """The shapes that a file's tensors will have once decoded, from its header alone.
-
-    Args:
-        specs: The shapes and dtypes in the file, by name.
-        expected: The shapes of the trained tensors, by plain name.
-        base: The base's own tensors by name, if they are known; what stands for one has its dtype, or a floating one.
-        source: What to call the file in errors.
-
-    Raises:
-        ValueError: The parts of an encoded tensor are not just those of an encoding, with the shapes that it needs, or
-            a tensor has a dtype that it cannot have.
-    """
-    decoded: dict[str, Shape] = {}
-    for name, parts in group_parts(specs).items():
-        try:
-            chosen = encoding_of(parts)
-        except ValueError as error:
-            raise ValueError(f"{source}: the tensor {name!r}: {error}") from error
-        if chosen == "values":
-            dtype = parts[""].dtype
-            own = None if base is None else base.get(entry_of(name).name)
-            is_free = base is None or dtype.is_floating_point
-            dtypes = {"": dtype if is_free else getattr(own, "dtype", torch.float32)}
-            needed: Mapping[str, Any] = {"": None}
-            decoded[name] = parts[""].shape
-        else:
-            dtypes = {**find_encoding(chosen).dtypes, ERROR: torch.float32}
-            needed = find_encoding(chosen).part_shapes(expected[name]) if name in expected else {}
-            decoded[name] = expected.get(name, ())
-        for suffix in [*needed, *parts]:
-            key = f"{name}{SEPARATOR}{suffix}" if suffix else name
-            if suffix not in parts:
-                raise ValueError(f"{source} lacks the tensor {key!r}. Save the adapter again.")
-            if suffix not in dtypes:
-                raise ValueError(f"{source} has a tensor {key!r}, which is no part of {chosen!r}. Save it again.")
-            if parts[suffix].dtype != dtypes[suffix]:
-                raise ValueError(
-                    f"{source}: the tensor {key!r} has the dtype {_name(parts[suffix].dtype)}, which must be "
-                    f"{_name(dtypes[suffix])}. Copy the file again, or save the adapter again."
-                )
-            shape = needed.get(suffix)
-            if shape is not None and tuple(parts[suffix].shape) != shape:
-                raise ValueError(
-                    f"{source}: the tensor {key!r} has shape {tuple(parts[suffix].shape)}, this model needs {shape}. "
-                    "Load the adapter onto the base it was trained on."
-                )
-    return decoded
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def as_plain(key: str) -> str:

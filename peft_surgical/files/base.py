@@ -20,8 +20,7 @@ from torch import nn
 
 from peft_surgical.copies.select import matches_any, own_tensor_names
 from peft_surgical.distributed import engine_of
-from peft_surgical.files.adapter import as_plain, decode_tensors, decoded_shapes
-from peft_surgical.files.safetensors_io import DTYPES, TensorFile
+from peft_surgical.files.safetensors_io import DTYPES
 from peft_surgical.layers import find_stacks, unwrap
 from peft_surgical.names import OWN_TENSORS
 
@@ -208,107 +207,6 @@ def _read(mark: str) -> tuple[torch.dtype, torch.Tensor]:
     """The dtype and the values in a fingerprint."""
     name, _, text = mark.removesuffix(_HALF).partition(":")
     return _DTYPES[name], torch.from_numpy(np.frombuffer(base64.b64decode(text), "<f4").copy())
-
-
-def check_file(
-    file: TensorFile,
-    expected: Mapping[str, torch.Size],
-    base: Mapping[str, torch.Tensor],
-    *,
-    is_known: Callable[[str], bool] = lambda name: False,
-) -> None:
-    """Check the header of a file of tensors; no values are read.
-
-    Args:
-        file: A safetensors file.
-        expected: The shapes that its tensors should have, by name.
-        base: The base's own tensors, by name.
-        is_known: Whether a tensor that is not expected may be there all the same.
-
-    Raises:
-        ValueError: A tensor is missing, unknown, empty or of another shape or dtype. The message names the file and
-            the first such tensor.
-    """
-    source = str(file.path)
-    shapes = decoded_shapes({name: file.meta(name) for name in file}, expected, base, source)
-    check_tensors({n: torch.Size(s) for n, s in shapes.items()}, expected, source=source, is_known=is_known)
-
-
-def read_state(file: TensorFile, bases: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """All tensors of a file by their names there, decoded where their base is known and has values.
-
-    Args:
-        file: The file of an adapter.
-        bases: The base's own tensors, by the plain names in the file of what is encoded against them.
-
-    Raises:
-        ValueError: A tensor is damaged or cannot be decoded. The message names it and the file.
-    """
-    named = {file.names_in_file[name]: name for name in file}
-    known = {as_plain(key): bases[as_plain(name)] for key, name in named.items() if as_plain(name) in bases}
-    known = {key: base for key, base in known.items() if not base.is_meta}
-    state = {key: file[name] for key, name in named.items()}
-    ready = {key: tensor for key, tensor in state.items() if as_plain(key) in known}
-    try:
-        decoded = decode_tensors(ready, known)
-    except ValueError as error:
-        raise ValueError(f"{file.path}: {error}") from error
-    return {**{key: tensor for key, tensor in state.items() if key not in ready}, **decoded}
-
-
-def check_tensors(
-    shapes: Mapping[str, torch.Size],
-    expected: Mapping[str, torch.Size],
-    *,
-    source: str,
-    is_known: Callable[[str], bool] = lambda name: False,
-) -> None:
-    """Check that tensors are just the expected ones; see `check_file`."""
-    for name in expected:
-        if name not in shapes:
-            raise ValueError(f"{source} lacks the tensor {name!r}, which this adapter trains. Save the adapter again.")
-    for name, shape in shapes.items():
-        if name in expected:
-            if shape.numel() == 0 and expected[name].numel() != 0:
-                raise ValueError(f"{source}: the tensor {name!r} is empty. {_GATHER}")
-            if shape != expected[name]:
-                raise ValueError(
-                    f"{source}: the tensor {name!r} has shape {tuple(shape)}, this model needs "
-                    f"{tuple(expected[name])}. Load the adapter onto the base it was trained on."
-                )
-        elif not is_known(name):
-            raise ValueError(
-                f"{source} has a tensor {name!r} that this adapter's configuration does not account for. Were the two "
-                "files of the adapter saved together?"
-            )
-
-
-def check_gathered(tensors: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Size], *, source: str) -> None:
-    """Check that tensors which are to be saved are whole.
-
-    Args:
-        tensors: The tensors, by name.
-        expected: The shapes that they should have.
-        source: What to call them in errors.
-
-    Raises:
-        ValueError: One is a process's share of a sharded tensor. The message names it.
-    """
-    partial = [name for name, tensor in tensors.items() if 0 < tensor.numel() < expected[name].numel()]
-    for name in sharded(tensors) + partial:
-        raise ValueError(f"{source}: the tensor {name!r} is one process's share of it. {_GATHER}")
-
-
-def sharded(tensors: Mapping[str, torch.Tensor]) -> list[str]:
-    """The names of the tensors that are spread over processes and say so, as those of FSDP2 do."""
-    return [name for name, t in tensors.items() if hasattr(t, "full_tensor") or hasattr(t, "local_shards")]
-
-
-_GATHER = (
-    "Sharded weights must be gathered before they are saved: "
-    "model.save_pretrained(path, state_dict=accelerator.get_state_dict(model), "
-    "is_main_process=accelerator.is_main_process). Trainer does so with fsdp_state_dict_type: FULL_STATE_DICT."
-)
 
 
 def _sample(tensor: torch.Tensor, is_half: bool) -> torch.Tensor:

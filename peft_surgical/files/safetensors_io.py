@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import glob
 import json
-import mmap
 import os
 import shutil
 import socket
@@ -13,10 +12,10 @@ import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import psutil
@@ -45,7 +44,7 @@ DTYPES = {
     "BOOL": torch.bool,
 }
 _INDEX = "model.safetensors.index.json"
-_HEADER = "peft_surgical"  # the entry in a file's metadata that holds a `Header`
+HEADER = "peft_surgical"  # the entry in a file's metadata that holds a `Header`
 _PAGE = 4096  # bytes
 _ASIDE = ".writing"
 
@@ -72,7 +71,7 @@ class Header:
     @classmethod
     def parse(cls, metadata: Mapping[str, str]) -> Header | None:
         """The header in a file's metadata; None of a file that another program wrote."""
-        return cls(**json.loads(metadata[_HEADER])) if _HEADER in metadata else None
+        return cls(**json.loads(metadata[HEADER])) if HEADER in metadata else None
 
     @property
     def saved(self) -> str:
@@ -165,51 +164,6 @@ class TensorFile(Mapping[str, torch.Tensor]):
             return Header.parse(self._file.metadata() or {})
         except (ValueError, TypeError, RecursionError) as error:
             raise ValueError(f"{self.path}: its metadata are damaged ({error}). Copy it again.") from error
-
-
-def read_header(file: BinaryIO) -> tuple[dict[str, Any], int]:
-    """The header of a safetensors file, and where its data begin.
-
-    Raises:
-        ValueError: It is cut off, or no JSON.
-    """
-    length = int.from_bytes(file.read(8), "little")
-    if not 2 <= length <= os.fstat(file.fileno()).st_size - 8:
-        raise ValueError("its header is cut off")
-    return json.loads(file.read(length)), 8 + length
-
-
-def add_header(path: Path, base: Mapping[str, Any]) -> str:
-    """Put the record of the base and checksums into a safetensors file that has none.
-
-    The file is replaced at once, by one with the permissions of any new file.
-
-    Args:
-        path: The file, as it was just written.
-        base: What the base is like, see `describe_base`.
-
-    Returns:
-        What `adapter_config.json` is to know the file by.
-    """
-    with open(path, "rb") as old:
-        entries, start = read_header(old)
-        metadata = entries.pop("__metadata__", {})
-        if (header := Header.parse(metadata)) is not None:
-            return header.saved
-        data = np.frombuffer(mmap.mmap(old.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)[start:]
-        sums = {
-            name: checksum(entry["dtype"], entry["shape"], data[slice(*entry["data_offsets"])])
-            for name, entry in entries.items()
-        }
-        header = Header(dict(base), sums)
-        metadata[_HEADER] = json.dumps(asdict(header), separators=(",", ":"))
-        text = json.dumps({"__metadata__": metadata, **entries}, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
-        with written_aside(path) as aside, open(aside, "wb") as new:
-            new.write(len(text).to_bytes(8, "little") + text)
-            old.seek(start)
-            shutil.copyfileobj(old, new, 1 << 24)
-    return header.saved
 
 
 @contextmanager

@@ -6,7 +6,6 @@ import copy
 import os
 import re
 import tempfile
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -22,8 +21,9 @@ from typing_extensions import Self
 
 from peft_surgical.files.adapter import AdapterFile, group_parts
 from peft_surgical.files.base import check_record
+from peft_surgical.files.check import add_header, checked, decoded_shapes
 from peft_surgical.files.encodings import find_encoding
-from peft_surgical.files.safetensors_io import Header, TensorFile, add_header, download, written_aside
+from peft_surgical.files.safetensors_io import Header, TensorFile, download, written_aside
 from peft_surgical.methods.resolve import check_patterns
 from peft_surgical.names import PREFIX
 
@@ -32,21 +32,6 @@ FORMAT_VERSION = 1
 MOST_LABELS, MOST_RANK, MOST_BYTES = 2**20, 2**16, 2**24  # of what a config may say, and its size
 sources: set[str] = set()  # the folders and names on the hub that configs of this package were read from
 
-
-class Checked(threading.local):
-    """The tensors that a thread has checked, and decoded, before it puts them into a model: those and no others."""
-
-    source: tuple[Any, Any] | None = None  # the folder or name on the hub, and the subfolder
-    state: dict[str, torch.Tensor] | None = None
-
-    def take(self, source: Any, subfolder: Any) -> dict[str, torch.Tensor] | None:
-        """The tensors from a source, if they are these; they are given once."""
-        state = self.state if self.source == (source, subfolder) else None
-        self.source = self.state = None
-        return state
-
-
-checked = Checked()
 
 _FAULTS = (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RuntimeError, ImportError, re.error)
 
@@ -280,6 +265,7 @@ def open_adapter(source: str | os.PathLike) -> AdapterFile:
     folder = source if os.path.isdir(source) else download(os.fspath(source), ["adapter_*"])
     config, present_name = read_config(folder)
     saved = AdapterFile(os.fspath(source), folder, config, present_name)
+    decoded_shapes({name: saved.file.meta(name) for name in saved.file}, {}, None, str(saved.file.path))
     if isinstance(config, DeltaConfig):
         config.take_header(saved.file.header, saved.file.path)
         config.forget_saved_names()

@@ -16,8 +16,9 @@ from peft.utils.peft_types import PeftType
 from torch import nn
 
 from peft_surgical.compat import add_peft_type
+from peft_surgical.files.check import checked
 from peft_surgical.files.safetensors_io import TensorFile
-from peft_surgical.methods.config import MOST_BYTES, checked, sources
+from peft_surgical.methods.config import MOST_BYTES, sources
 
 
 SwapIn = Callable[[nn.Module, Mapping[str, torch.Tensor], str, PeftConfig], None]

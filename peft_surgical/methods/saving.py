@@ -8,18 +8,20 @@ from typing import Any
 
 import torch
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
-from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
+from peft.utils.other import ModulesToSaveWrapper
 from torch import nn
 
 from peft_surgical.copies.module import TunedModule
-from peft_surgical.copies.select import bottom, original_tensor, own_tensor_names, token_embeddings
+from peft_surgical.copies.select import original_tensor, token_embeddings
 from peft_surgical.distributed import rank, whole_weights
 from peft_surgical.files.adapter import decode_tensors, encode_tensor, is_encoded
-from peft_surgical.files.base import base_tensors, check_gathered, check_tensors, sharded, with_vocabulary
+from peft_surgical.files.base import base_tensors, with_vocabulary
+from peft_surgical.files.check import check_file, check_gathered, check_tensors, read_state, sharded
 from peft_surgical.files.safetensors_io import TensorFile
 from peft_surgical.layers import unwrap
-from peft_surgical.methods.heads import head_shapes
-from peft_surgical.names import PREFIX, as_attribute, as_in_file, base_path, without_engines, without_wrappers
+from peft_surgical.methods.heads import check_own, embedding_tensors, head_shapes
+from peft_surgical.methods.merging import take_out_unfilled
+from peft_surgical.names import PREFIX, as_attribute, as_in_file, without_engines, without_wrappers
 
 
 TRAINED_TOKENS = ".token_adapter.trainable_tokens_delta"
@@ -40,55 +42,6 @@ def token_shapes(
                 f"{PREFIX}{without_wrappers(path)}{TRAINED_TOKENS}": torch.Size((len(tokens), module.weight.shape[1]))
             }
     return {}
-
-
-def embedding_tensors(model: nn.Module) -> dict[str, str]:
-    """The base's embeddings, which PEFT saves along on demand or if they were resized.
-
-    Returns:
-        By the names that their tensors then have in a file, the paths of the modules.
-    """
-    found: dict[str, str] = {}
-    for embedding in token_embeddings(model):
-        for path, module in model.named_modules():
-            if module is embedding and module is not None:
-                path = without_wrappers(path).removeprefix(PREFIX)
-                inner = bottom(module.original_module if isinstance(module, AuxiliaryTrainingWrapper) else module)
-                for name in own_tensor_names(inner):
-                    # inside the wrapper of an adapter if they are tuned themselves
-                    for wrapper in ("", "base_layer.", "original_module."):
-                        found[f"{PREFIX}{path}.{wrapper}{name}"] = path
-    return found
-
-
-def changed_embeddings(file: TensorFile, model: nn.Module, base: Mapping[str, torch.Tensor]) -> list[str]:
-    """The paths of the embeddings that PEFT saved along and that have other values than the base's."""
-    found: dict[str, None] = {}
-    for key, path in embedding_tensors(model).items():
-        if (own := base.get(key.removeprefix(PREFIX))) is not None and key in file and not is_same(file[key], own):
-            found[path] = None
-    return list(found)
-
-
-def check_own(tensors: Mapping[str, torch.Tensor], model: nn.Module) -> None:
-    """Check that tensors, by their names in a file, are the base's own, which loading never changes.
-
-    Raises:
-        ValueError: One has other values. The message names it.
-    """
-    base = base_tensors(unwrap(model)) if tensors else {}
-    for name, tensor in tensors.items():
-        own = base.get(base_path(name))
-        if own is None or not is_same(tensor, own):
-            raise ValueError(
-                f"{name!r} belongs to the base, where it has other values, and loading never changes the base. Name "
-                "its module in modules_to_save (or extra_modules), so that it becomes the adapter's."
-            )
-
-
-def is_same(tensor: torch.Tensor, own: torch.Tensor) -> bool:
-    """Whether a loaded tensor has the values of the base's own, in the base's dtype."""
-    return own.is_meta or (tensor.shape == own.shape and torch.equal(tensor.to(own.device, own.dtype), own.detach()))
 
 
 def prefix_of_peft_model(names: Iterable[str]) -> str:
@@ -150,6 +103,17 @@ class SavedState(BaseTuner):
         """Tells which tensors an adapter's file may hold besides the expected ones."""
         return self._may_be_saved_along(config, model)
 
+    def _hold_file(self, file: TensorFile, config: Any, model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Check the file of an adapter, decode its tensors and keep them for PEFT, which loads them next."""
+        expected, is_known = self._expected_tensors(config, model), self._is_known_tensor(config, model)
+        check_file(file, expected, base_tensors(model), is_known=is_known)
+        copies = config.resolution.copy_names(self._container)
+        bases = {name.in_file: tensors[name.in_base] for _, name in copies if name.in_base in tensors}
+        state = read_state(file, bases)
+        others = embedding_tensors(model).keys() - expected.keys()
+        check_own({name: state.pop(name) for name in list(state) if name in others}, model)
+        config.hold(state)
+
     @classmethod
     def _may_be_saved_along(cls, config: Any, model: nn.Module) -> Callable[[str], bool]:
         """Tells which tensors of the base PEFT may save with an adapter."""
@@ -203,7 +167,7 @@ class SavedState(BaseTuner):
             with config.naming_itself():
                 return cls._remap_checked(model, config, adapter_name, state_dict)
         except ValueError:
-            getattr(model, "base_model", model)._take_out_unfilled(adapter_name)
+            take_out_unfilled(getattr(model, "base_model", model), adapter_name)
             raise
 
     @classmethod

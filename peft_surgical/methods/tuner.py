@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer, check_target_module_exists
 from peft.utils.integrations import gather_params_ctx
-from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn
 from typing_extensions import Self
 
@@ -22,7 +21,7 @@ from peft_surgical.copies.select import innermost_tuned, matches_any, original_t
 from peft_surgical.copies.ties import note_untied
 from peft_surgical.distributed import check_not_prepared
 from peft_surgical.files.adapter import touched_names
-from peft_surgical.files.base import base_tensors, check_base, check_file, describe_base, read_state
+from peft_surgical.files.base import base_tensors, check_base, describe_base
 from peft_surgical.methods.before_training import (
     BackwardStart,
     HeldBuffers,
@@ -31,18 +30,18 @@ from peft_surgical.methods.before_training import (
     warn_of_surprises,
 )
 from peft_surgical.methods.combine import add_weighted_adapter
-from peft_surgical.methods.heads import apply_label_settings, head_names, label_settings, resize_heads
-from peft_surgical.methods.merging import delete_adapter, unload
+from peft_surgical.methods.heads import (
+    apply_label_settings,
+    changed_embeddings,
+    head_names,
+    label_settings,
+    resize_heads,
+)
+from peft_surgical.methods.merging import delete_adapter, take_out, unload
 from peft_surgical.methods.mixed_batch import adapter_names_in_forward
 from peft_surgical.methods.report import TuningReport, tuning_report
 from peft_surgical.methods.resolve import Matching, Resolution, check_adapter_name
-from peft_surgical.methods.saving import (
-    SavedState,
-    changed_embeddings,
-    check_own,
-    embedding_tensors,
-    live_tensors,
-)
+from peft_surgical.methods.saving import SavedState, live_tensors
 from peft_surgical.names import OWN_TENSORS
 
 
@@ -87,14 +86,7 @@ class DeltaTuner(SavedState, BaseTuner):
             touched = {*tensors, *touched_names(file or ())}
             check_base(peft_config.base, model, {**base, **tensors}, touched, peft_config.present_name)
         if file is not None:
-            expected, is_known = self._expected_tensors(peft_config, model), self._is_known_tensor(peft_config, model)
-            check_file(file, expected, base, is_known=is_known)
-            copies = peft_config.resolution.copy_names(self._container)
-            bases = {name.in_file: tensors[name.in_base] for _, name in copies if name.in_base in tensors}
-            state = read_state(file, bases)
-            others = embedding_tensors(model).keys() - expected.keys()
-            check_own({name: state.pop(name) for name in list(state) if name in others}, model)
-            peft_config.hold(state)
+            self._hold_file(file, peft_config, model, tensors)
 
     @contextmanager
     def _gathering(self) -> Iterator[None]:
@@ -173,7 +165,7 @@ class DeltaTuner(SavedState, BaseTuner):
             try:
                 super().inject_adapter(model, adapter_name, *args, **kwargs)
             except Exception:
-                self._take_out(adapter_name, present)
+                take_out(self, adapter_name, present)
                 raise
         # new modules take the mode of their model, so that an eval() model stays one with dropout in an adapter
         for module in [self, *(module for module in model.modules() if id(module) not in present)]:
@@ -190,26 +182,6 @@ class DeltaTuner(SavedState, BaseTuner):
         shapes = {self._remove_adapter_name_from_key(name, adapter_name): tensor.shape for name, tensor in live}
         config.resolution = replace(config.resolution, shapes=shapes)
         self._sync_labels()
-
-    def _take_out_unfilled(self, adapter_name: str) -> None:
-        """Take out an adapter whose tensors could not be loaded, unless it had some before."""
-        config: Any = self.peft_config[adapter_name]
-        if not vars(config).pop("_is_unfilled", False):
-            return
-        if len(self.peft_config) == 1:
-            unload(self, False, False, False, None)
-        else:
-            delete_adapter(self, adapter_name)
-
-    def _take_out(self, adapter_name: str, present: Collection[int]) -> None:
-        """Take out what there is of an adapter that could not be made."""
-        modules = [m for m in self.model.modules() if isinstance(m, (BaseTunerLayer, AuxiliaryTrainingWrapper))]
-        if modules and not any(id(module) in present for module in modules):
-            unload(self, False, False, False, None)
-        for module in modules:
-            for table in (getattr(module, name) for name in module.adapter_layer_names):
-                if adapter_name in table:
-                    del table[adapter_name]
 
     def _check_target_module_compatiblity(self, peft_config: Any, model: nn.Module, target_name: str) -> None:
         """PEFT's warning is about LoRA on Mamba's projections; copies of whole tensors have no such limit."""

@@ -32,9 +32,9 @@ from safetensors.torch import load_file, save_file
 from tiny_models import build
 
 from peft_surgical import DeltaBank, LayerRanking, convert_adapter, inspect_adapter, merge_checkpoint
+from peft_surgical.files.check import add_header
 from peft_surgical.files.checkpoint import Checkpoint
 from peft_surgical.files.encodings import ENCODINGS
-from peft_surgical.files.safetensors_io import add_header
 
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
