@@ -170,8 +170,8 @@ class TensorFile(Mapping[str, torch.Tensor]):
 def written_aside(path: Path) -> Iterator[Path]:
     """A path beside another one, to write a file or a folder to, which takes the other's place when the block ends.
 
-    What writers that were killed left there is removed first. A folder takes the place of one that is empty or missing
-    by one rename; else its files go there one by one, `config.json` last and missing meanwhile.
+    What killed writers left there is removed first. A folder takes the place of one that is empty or missing by one
+    rename; else its files go there one by one, `config.json` last and missing meanwhile.
     """
     path = Path(os.path.abspath(path))
     mark = f"{socket.gethostname()}-"

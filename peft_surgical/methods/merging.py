@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from peft.tuners.tuners_utils import BaseTunerLayer
@@ -103,12 +104,17 @@ def take_out_unfilled(tuner: Any, adapter_name: str) -> None:
         delete_adapter(tuner, adapter_name)
 
 
-def take_out(tuner: Any, adapter_name: str, present: Collection[int]) -> None:
-    """Take out what there is of an adapter that could not be made."""
-    modules = [m for m in tuner.model.modules() if isinstance(m, (BaseTunerLayer, AuxiliaryTrainingWrapper))]
-    if modules and not any(id(module) in present for module in modules):
-        unload(tuner, False, False, False, None)
-    for module in modules:
-        for table in (getattr(module, name) for name in module.adapter_layer_names):
-            if adapter_name in table:
-                del table[adapter_name]
+@contextmanager
+def whole_or_not_at_all(tuner: Any, adapter_name: str, present: Collection[int]) -> Iterator[None]:
+    """Take out what there is of an adapter if it cannot be made within the block; `present`: the modules before it."""
+    try:
+        yield
+    except Exception:
+        modules = [m for m in tuner.model.modules() if isinstance(m, (BaseTunerLayer, AuxiliaryTrainingWrapper))]
+        if modules and not any(id(module) in present for module in modules):
+            unload(tuner, False, False, False, None)
+        for module in modules:
+            for table in (getattr(module, name) for name in module.adapter_layer_names):
+                if adapter_name in table:
+                    del table[adapter_name]
+        raise

@@ -37,7 +37,7 @@ from peft_surgical.methods.heads import (
     label_settings,
     resize_heads,
 )
-from peft_surgical.methods.merging import delete_adapter, take_out, unload
+from peft_surgical.methods.merging import delete_adapter, unload, whole_or_not_at_all
 from peft_surgical.methods.mixed_batch import adapter_names_in_forward
 from peft_surgical.methods.report import TuningReport, tuning_report
 from peft_surgical.methods.resolve import Matching, Resolution, check_adapter_name
@@ -161,12 +161,8 @@ class DeltaTuner(SavedState, BaseTuner):
         if not given.inference_mode:  # what is loaded is resolved already, and PEFT expects that very config
             self.peft_config[adapter_name] = given.for_one_model()
         self._copied = {}
-        with self._gathering(), given.naming_itself():
-            try:
-                super().inject_adapter(model, adapter_name, *args, **kwargs)
-            except Exception:
-                take_out(self, adapter_name, present)
-                raise
+        with self._gathering(), given.naming_itself(), whole_or_not_at_all(self, adapter_name, present):
+            super().inject_adapter(model, adapter_name, *args, **kwargs)
         # new modules take the mode of their model, so that an eval() model stays one with dropout in an adapter
         for module in [self, *(module for module in model.modules() if id(module) not in present)]:
             module.training = model.training
