@@ -217,11 +217,12 @@ class BaseIndex:
         kept = {key: file.specs[key] for entry in found.values() for key in stored_keys(entry)}
         task = Task(name, adapter, config, file, found, Layout(specs), Layout(kept))
         task.labels = dict(labels or getattr(config, "labels", None) or self._labels_in(task))
-        if isinstance(config, DeltaConfig) and config.check_base:
-            self._check_base(config.base or {}, touched_names(file.specs))
-        if task.is_surgical:
-            with config.naming_itself():  # type: ignore[attr-defined]
-                self._check(task)
+        if isinstance(config, DeltaConfig):
+            with config.naming_itself():
+                if config.check_base:
+                    self._check_base(config.base or {}, touched_names(file.specs))
+                if task.is_surgical:
+                    self._check(task)
         return task
 
     def check_heads(self, tasks: Iterable[Task], has_base: bool) -> None:
