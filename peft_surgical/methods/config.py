@@ -99,7 +99,8 @@ class DeltaConfig(PeftConfig):
             config = super().from_pretrained(pretrained_model_name_or_path, subfolder=subfolder, **kwargs)
             config.check_loaded()
         except _FAULTS as error:
-            raise _named(error, os.path.join(pretrained_model_name_or_path, subfolder or "", CONFIG_NAME)) from error
+            folder = os.path.join(pretrained_model_name_or_path, subfolder or "")
+            raise ValueError(f"The {CONFIG_NAME} in {folder} cannot be used: {error}") from error
         config.check_base = config.check_base if is_checked is None else is_checked
         # so that the weights can be checked before the model is changed
         config._source = (pretrained_model_name_or_path, subfolder, cls._split_kwargs(kwargs)[0])
@@ -288,7 +289,9 @@ def read_config(folder: str | os.PathLike) -> tuple[PeftConfig, Callable[[str], 
     try:
         config: Any = cls.from_pretrained(os.fspath(folder))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"The adapter_config.json in {folder} cannot be used: {error}") from error
+        if issubclass(cls, DeltaConfig):
+            raise  # it says so itself
+        raise ValueError(f"The {CONFIG_NAME} in {folder} cannot be used: {error}") from error
     if not isinstance(config, DeltaConfig):
         return config, lambda name: name
     return config, copy.copy(config).present_name  # a copy's, which remembers how the names are mapped
