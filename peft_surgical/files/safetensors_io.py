@@ -51,7 +51,7 @@ _ASIDE = ".writing"
 
 @dataclass(frozen=True)
 class Header:
-    """What this package adds to the metadata of an adapter's file.
+    """What this package adds to an adapter's file.
 
     Args:
         base: What the base was like, see `describe_base`.

@@ -99,7 +99,7 @@ class DeltaConfig(PeftConfig):
             config = super().from_pretrained(pretrained_model_name_or_path, subfolder=subfolder, **kwargs)
             config.check_loaded()
         except _FAULTS as error:
-            folder = os.path.join(pretrained_model_name_or_path, subfolder or "")
+            folder = os.path.join(*filter(None, (pretrained_model_name_or_path, subfolder)))
             raise ValueError(f"The {CONFIG_NAME} in {folder} cannot be used: {error}") from error
         config.check_base = config.check_base if is_checked is None else is_checked
         # so that the weights can be checked before the model is changed
@@ -194,7 +194,7 @@ class DeltaConfig(PeftConfig):
         except _FAULTS as error:
             if source is None or isinstance(error, torch.OutOfMemoryError):
                 raise
-            raise _named(error, os.path.join(source[0], source[1] or "")) from error
+            raise _named(error, os.path.join(*filter(None, source[:2]))) from error
 
     def hold(self, state: dict[str, torch.Tensor]) -> None:
         """Keep the tensors of the file, which were checked, until PEFT puts them into the model."""
