@@ -15,23 +15,40 @@ import logging
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import uvicorn
 from fastapi import FastAPI, HTTPException
-from pydantic import BaseModel
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from pydantic import AfterValidator, BaseModel, Field
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from peft_surgical import DeltaBank
 
 
+MOST_TEXT, MOST_BYTES = 20_000, 200_000  # characters of a text, and bytes of a whole request
+
+
+def whole_text(text: str) -> str:
+    """Refuse half of a character (a lone surrogate), which no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"half of a character at {error.start}") from None
+    return text
+
+
+Text = Annotated[str, Field(max_length=MOST_TEXT), AfterValidator(whole_text)]
+
+
 class Request(BaseModel):
     """What is asked."""
 
-    task: str
-    text: str
-    text_pair: str | None = None
+    task: Annotated[str, Field(max_length=200), AfterValidator(whole_text)]
+    text: Text
+    text_pair: Text | None = None
 
 
 class Answer(BaseModel):
@@ -52,11 +69,38 @@ def predict(bank: DeltaBank, tokenizer: Any, request: Request) -> Answer:
     )
 
 
+class Limited:
+    """Refuses requests of more than `MOST_BYTES` before they are read whole."""
+
+    def __init__(self, app: Any):
+        self.app = app
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Called by the server with each request."""
+        messages: list[Any] = []
+        while scope["type"] == "http" and (not messages or messages[-1].get("more_body")):
+            messages.append(await receive())
+            if sum(len(message.get("body", b"")) for message in messages) > MOST_BYTES:
+                refusal = JSONResponse({"detail": f"A request may have {MOST_BYTES:,} bytes."}, 422)
+                return await refusal(scope, receive, send)
+
+        async def again() -> Any:
+            return messages.pop(0) if messages else await receive()
+
+        await self.app(scope, again, send)
+
+
 def create_app(
     answer: Callable[[Request], Answer], tasks: Callable[[], list[str]], stats: Callable[[], dict[str, Any]]
 ) -> FastAPI:
     """The service around a function that answers requests."""
     app = FastAPI(title="peft-surgical")
+    app.add_middleware(Limited)
+
+    @app.exception_handler(RequestValidationError)
+    def refuse(_: Any, error: RequestValidationError) -> JSONResponse:
+        # without what was asked, which need not be anything that can be sent
+        return JSONResponse({"detail": [f"{list(e['loc'])}: {e['msg']}" for e in error.errors()]}, 422)
 
     @app.post("/predict")
     def post_predict(request: Request) -> Answer:

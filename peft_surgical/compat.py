@@ -7,6 +7,7 @@ refused with what to do. What a private function *computes* is held by `tests/te
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 from typing import Any
 
@@ -149,6 +150,7 @@ def add_peft_type(name: str) -> PeftType:
 check_private_names()
 
 # under public names, for the rest of the package
+parse_pattern: Any = import_module("re._parser" if sys.version_info >= (3, 11) else "sre_parse").parse
 from peft.tuners.tuners_utils import _check_adapters_not_merged as check_adapters_not_merged  # noqa: E402
 from peft.tuners.tuners_utils import _ExcludedModule as ExcludedModule  # noqa: E402
 from peft.tuners.tuners_utils import _maybe_include_all_linear_layers as include_all_linear_layers  # noqa: E402
@@ -167,6 +169,7 @@ __all__ = [
     "get_submodules",
     "include_all_linear_layers",
     "insert_adapter_name",
+    "parse_pattern",
     "require",
     "tree_flatten",
     "tree_unflatten",

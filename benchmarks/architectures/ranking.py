@@ -11,6 +11,7 @@ where only false alarms are looked for. A line of the result says for each what 
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 import logging
 import math
@@ -134,7 +135,7 @@ class NoOracle(Exception):
 def alone(model: nn.Module, whole: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Each sample by itself, without padding."""
     mask = whole.get("attention_mask")
-    seq2seq = "decoder_input_ids" in model.forward.__code__.co_varnames or model.config.is_encoder_decoder
+    seq2seq = "decoder_input_ids" in inspect.signature(model.forward).parameters
     for n in range(len(LENGTHS)):
         one = {k: v[n : n + 1] if isinstance(v, Tensor) else v for k, v in whole.items()}
         if mask is not None and mask.dim() == 2:

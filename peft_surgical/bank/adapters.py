@@ -21,7 +21,8 @@ from peft_surgical.bank.file import Task
 from peft_surgical.bank.memory import Spec
 from peft_surgical.copies.module import TunedModule
 from peft_surgical.files.adapter import method_of
-from peft_surgical.files.base import check_tensors
+from peft_surgical.files.check import check_tensors
+from peft_surgical.methods.config import DeltaConfig
 from peft_surgical.methods.mixed_batch import BASE, adapter_names_in_forward
 from peft_surgical.names import PREFIX, STRATIFIED, SURGICAL, base_path
 
@@ -176,7 +177,8 @@ class InjectedAdapters:
         before = list(self.active)
         self.activate([])
         try:
-            self._add(task)
+            with task.config.naming_itself() if isinstance(task.config, DeltaConfig) else nullcontext():
+                self._add(task)
             made = self._collect(task)
             _check_file(task, made)
         except BaseException:

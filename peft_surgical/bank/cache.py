@@ -236,7 +236,7 @@ class TaskCache:
             if task.is_lossless:
                 for key, target in task.layout.views(buffer).items():
                     entry = task.entries[key]
-                    target.copy_(self._decode(entry, self._read(task, entry), torch.device("cpu")))
+                    target.copy_(self._decode(task, entry, self._read(task, entry), torch.device("cpu")))
             else:
                 task.file.read(task.stored, buffer)
             self._put(self.in_host, task, buffer)
@@ -257,7 +257,7 @@ class TaskCache:
             stored, tensors = {} if host is None else task.stored.views(host), task.layout.views(buffer)
             for key, entry in task.entries.items():
                 parts = self._read(task, entry) if host is None else {k: stored[k] for k in stored_keys(entry)}
-                tensors[key].copy_(self._decode(entry, parts, self.device), non_blocking=True)
+                tensors[key].copy_(self._decode(task, entry, parts, self.device), non_blocking=True)
         if host is None:
             self.traffic["bytes_read"] += task.stored.nbytes
         return Resident(task.layout.views(buffer), buffer)
@@ -269,8 +269,13 @@ class TaskCache:
         task.file.read(layout, buffer)
         return layout.views(buffer)
 
-    def _decode(self, entry: Entry, parts: Mapping[str, torch.Tensor], device: torch.device) -> torch.Tensor:
+    def _decode(
+        self, task: Task, entry: Entry, parts: Mapping[str, torch.Tensor], device: torch.device
+    ) -> torch.Tensor:
         if entry.key in parts:
             return parts[entry.key]
         parts = {key: tensor.to(device, non_blocking=True) for key, tensor in parts.items()}
-        return decode_tensors(parts, {entry.key: self.base[entry.name].to(device)})[entry.key]
+        try:
+            return decode_tensors(parts, {entry.key: self.base[entry.name].to(device)})[entry.key]
+        except ValueError as error:
+            raise ValueError(f"{task.file.path}: {error}") from error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -18,11 +18,12 @@ from peft import PeftConfig
 from peft.utils import SAFETENSORS_WEIGHTS_NAME
 from torch import nn
 
-from peft_surgical.bank.memory import Layout, Spec
-from peft_surgical.files.adapter import ERROR, Entry, decoded_shapes, entries, method_of
-from peft_surgical.files.base import check_base, check_tensors, describe_base, fingerprint
-from peft_surgical.files.safetensors_io import DTYPES, download
-from peft_surgical.methods.config import read_config
+from peft_surgical.bank.memory import Layout, Spec, read_all, structure_of
+from peft_surgical.files.adapter import ERROR, Entry, entries, method_of, touched_names
+from peft_surgical.files.base import check_base, describe_base
+from peft_surgical.files.check import check_tensors, decoded_shapes, read_header
+from peft_surgical.files.safetensors_io import DTYPES, Header, checksum, download
+from peft_surgical.methods.config import DeltaConfig, read_config
 from peft_surgical.methods.heads import head_names, head_shapes, label_settings
 from peft_surgical.methods.mixed_batch import BASE
 from peft_surgical.methods.stratified.config import CHANGES_BASE
@@ -53,18 +54,20 @@ class TaskFile:
 
     def __init__(self, path: str | os.PathLike, present_name: Callable[[str], str] = lambda name: name):
         self.path = Path(path)
+        self._checked: set[str] = set()  # checksums are looked at once, for the file may not change
         try:
             with open(self.path, "rb") as file:
-                length = int.from_bytes(file.read(8), "little")
                 self._stamp = _stamp(file.fileno())
-                if not 2 <= length <= self._stamp[0] - 8:
-                    raise ValueError("its header is cut off")
-                header = json.loads(file.read(length))
-            header.pop("__metadata__", None)
-            header = {present_name(name): entry for name, entry in header.items()}
-            self.specs = {name: Spec(DTYPES[entry["dtype"]], tuple(entry["shape"])) for name, entry in header.items()}
-            self._starts = {name: 8 + length + entry["data_offsets"][0] for name, entry in header.items()}
-            end = max((self._starts[name] + spec.nbytes for name, spec in self.specs.items()), default=8 + length)
+                entries, start = read_header(file)
+            self.header = Header.parse(entries.pop("__metadata__", None) or {})
+            self._entries = {present_name(name): {**entry, "name": name} for name, entry in entries.items()}
+            self.specs = {n: Spec(DTYPES[e["dtype"]], tuple(e["shape"])) for n, e in self._entries.items()}
+            self._starts = {name: start + entry["data_offsets"][0] for name, entry in self._entries.items()}
+            end = start
+            for name in sorted(self._starts, key=lambda name: (self._starts[name], self.specs[name].nbytes)):
+                if self._starts[name] != end or min(self.specs[name].shape, default=0) < 0:
+                    raise ValueError(f"the tensor {name!r} begins at byte {self._starts[name]} instead of {end}")
+                end += self.specs[name].nbytes
             if end != self._stamp[0]:
                 raise ValueError(f"it has {self._stamp[0]} bytes and should have {end}")
         except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
@@ -98,7 +101,12 @@ class TaskFile:
             self._check_unchanged(file)
             for name in names:
                 start = layout.offsets[name]
-                _read_all(file, self._starts[name], data[start : start + layout.specs[name].nbytes].data)
+                part = data[start : start + layout.specs[name].nbytes]
+                read_all(file, self._starts[name], part.data)
+                if self.header is not None and name not in self._checked:
+                    entry = self._entries[name]
+                    self.header.check(entry["name"], checksum(entry["dtype"], entry["shape"], part))
+                    self._checked.add(name)
             self._check_unchanged(file)
 
     def _check_unchanged(self, file: FileIO) -> None:
@@ -109,16 +117,6 @@ class TaskFile:
 def _stamp(descriptor: int) -> tuple[int, int, int]:
     status = os.fstat(descriptor)
     return status.st_size, status.st_mtime_ns, status.st_ino
-
-
-def _read_all(file: FileIO, start: int, target: memoryview) -> None:
-    file.seek(start)
-    done = 0
-    while done < len(target):
-        count = file.readinto(target[done:])
-        if not count:
-            raise ValueError("it is cut off")
-        done += count
 
 
 @dataclass(eq=False)
@@ -181,9 +179,9 @@ class BaseIndex:
     def __init__(self, model: nn.Module):
         self.tensors = dict(model.state_dict(keep_vars=True))
         self.labels = label_settings(model)
-        self._model: Any = _structure_of(model, {})  # wrappers that come later do not show in it
-        self._shape = describe_base(self._model, {})
-        self._fingerprint = lru_cache(maxsize=None)(lambda name: fingerprint(self.tensors[name]))
+        self._model: Any = structure_of(model, {})  # wrappers that come later do not show in it
+        self._record = describe_base(self._model)
+        self._known: set[str] = set()  # the records that were found to be of this base
         self._choose = lru_cache(maxsize=256)(self._choose_anew)
 
     def read_task(self, name: str, adapter: str, source: str | os.PathLike, labels: Mapping[str, Any]) -> Task:
@@ -202,16 +200,29 @@ class BaseIndex:
         config, present_name = read_config(folder)
         _refuse_changes_of_the_base(config)
         file = TaskFile(folder / SAFETENSORS_WEIGHTS_NAME, present_name)
+        if isinstance(config, DeltaConfig):
+            config.take_header(file.header, file.path)
+            config.forget_saved_names()
         found = {entry.key: entry for entry in entries(dict.fromkeys(file.specs))}
+        decoded_shapes(file.specs, {}, None, str(file.path))
+        for key, entry in found.items():
+            if entry.encoding != "values" and entry.name not in self.tensors:
+                raise ValueError(
+                    f"{file.path}: the tensor {key!r} is encoded, but the base has none to decode it with."
+                )
         is_decoded = {key: e for key, e in found.items() if e.encoding != "values" and e.name in self.tensors}
         expected = {key: tuple(self.tensors[entry.name].shape) for key, entry in is_decoded.items()}
-        shapes = decoded_shapes({key: spec.shape for key, spec in file.specs.items()}, expected, str(file.path))
+        shapes = decoded_shapes(file.specs, expected, self.tensors, str(file.path))
         specs = {key: Spec(self._device_dtype(entry, file), tuple(shapes[key])) for key, entry in found.items()}
         kept = {key: file.specs[key] for entry in found.values() for key in stored_keys(entry)}
         task = Task(name, adapter, config, file, found, Layout(specs), Layout(kept))
         task.labels = dict(labels or getattr(config, "labels", None) or self._labels_in(task))
-        if task.is_surgical:
-            self._check(task)
+        if isinstance(config, DeltaConfig):
+            with config.naming_itself():
+                if config.check_base:
+                    self._check_base(config.base or {}, touched_names(file.specs))
+                if task.is_surgical:
+                    self._check(task)
         return task
 
     def check_heads(self, tasks: Iterable[Task], has_base: bool) -> None:
@@ -230,8 +241,6 @@ class BaseIndex:
     def _check(self, task: Task) -> None:
         """Check a SURGICAL task against the base; others are checked when PEFT puts them into the model."""
         config: Any = task.config
-        if config.check_base:
-            self._check_base(config.base or {})
         names = *(config.modules_to_save or ()), *head_names(self._model, config.task_type)
         settings = {name: getattr(config, name) for name in _CHOICES}
         labels = (config.labels or {}).get("num_labels", self.labels.get("num_labels", 0))
@@ -252,13 +261,16 @@ class BaseIndex:
         copies = {path: (names, path in chosen.in_place) for path, names in chosen.copies.items()}
         return copies, head_shapes(self._model, heads, labels, self.labels.get("num_labels", 0))
 
-    def _check_base(self, record: Mapping[str, Any]) -> None:
-        wanted = record.get("tensors", {})
-        touched = {name: self.tensors[name] for name in wanted if name in self.tensors}
-        # three times faster where nothing differs, for the base's own fingerprints are kept
-        is_alike = all(record.get(key) in (None, self._shape[key]) for key in ("model_type", "layers", "vocab_size"))
-        if not is_alike or any(n not in touched or self._fingerprint(n) != mark for n, mark in wanted.items()):
-            check_base(record, self._model, touched)
+    def _check_base(self, record: Mapping[str, Any], touched: Collection[str]) -> None:
+        # much faster for the second adapter of a base, and where nothing differs, not even the dtype
+        text = json.dumps([record, sorted(touched)], sort_keys=True)
+        if text in self._known:
+            return
+        marks, own = record.get("tensors", {}), self._record["tensors"]
+        is_alike = all(record.get(key) in (None, self._record[key]) for key in ("model_type", "layers", "vocab_size"))
+        if not is_alike or any(own.get(name) != mark for name, mark in marks.items()):
+            check_base(record, self._model, self.tensors, touched)
+        self._known.add(text)
 
     def _device_dtype(self, entry: Entry, file: TaskFile) -> torch.dtype:
         """The dtype that a tensor is computed with: the base's, or else as PEFT has it, at least float32."""
@@ -288,13 +300,3 @@ def _refuse_changes_of_the_base(config: PeftConfig) -> None:
             f"With {method!r}, PEFT changes the base's own weights, which other tasks use. Save the adapter as a "
             "plain LoRA, by path_initial_model_for_weight_conversion of save_pretrained."
         )
-
-
-def _structure_of(module: nn.Module, known: dict[int, nn.Module]) -> nn.Module:
-    """The same tree of modules, with the same tensors, that does not change when modules of the model are wrapped."""
-    if id(module) not in known:
-        twin = known[id(module)] = object.__new__(type(module))
-        twin.__dict__.update(module.__dict__, _parameters=dict(module._parameters), _buffers=dict(module._buffers))
-        children = module._modules.items()
-        twin.__dict__["_modules"] = {n: None if c is None else _structure_of(c, known) for n, c in children}
-    return known[id(module)]

@@ -6,10 +6,12 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from io import FileIO
 from typing import Generic, TypeVar
 
 import torch
 from accelerate.utils import convert_file_size_to_int
+from torch import nn
 
 
 ALIGNMENT = 256  # bytes; what matrix kernels like best
@@ -204,3 +206,24 @@ class Resident:
             stream = torch.cuda.current_stream(self.buffer.device)
             stream.wait_event(self.is_ready)
             self.buffer.record_stream(stream)
+
+
+def read_all(file: FileIO, start: int, target: memoryview) -> None:
+    """Fill a buffer from a place in a file."""
+    file.seek(start)
+    done = 0
+    while done < len(target):
+        count = file.readinto(target[done:])
+        if not count:
+            raise ValueError("it is cut off")
+        done += count
+
+
+def structure_of(module: nn.Module, known: dict[int, nn.Module]) -> nn.Module:
+    """The same tree of modules, with the same tensors, that does not change when modules of the model are wrapped."""
+    if id(module) not in known:
+        twin = known[id(module)] = object.__new__(type(module))
+        twin.__dict__.update(module.__dict__, _parameters=dict(module._parameters), _buffers=dict(module._buffers))
+        children = module._modules.items()
+        twin.__dict__["_modules"] = {n: None if c is None else structure_of(c, known) for n, c in children}
+    return known[id(module)]

@@ -14,7 +14,7 @@ from peft.utils.constants import DUMMY_TARGET_MODULES
 from torch import nn
 from tqdm import tqdm
 
-from peft_surgical.convert.merge import check_base_of, merged_model
+from peft_surgical.convert.merge import check_adapter, merged_model
 from peft_surgical.copies.module import TunedModule
 from peft_surgical.files.adapter import AdapterFile, encode_tensor, method_of, write_adapter
 from peft_surgical.files.checkpoint import Checkpoint, ModelTensors
@@ -52,9 +52,8 @@ def convert_adapter(
     if not any(entry.is_copy for entry in saved.entries):
         raise ValueError(f"{saved.source} holds no tuned copies of the base's tensors, so there is nothing to encode.")
     before = base_of(saved, base)
-    model = merged_model(before, saved)
-    old = ModelTensors(before, model)
-    check_base_of(saved, old, model)
+    old = ModelTensors(before, merged_model(before, saved))
+    check_adapter(saved, old)
     config: Any = saved.config
     config.encoding = encoding
     tensors: dict[str, torch.Tensor] = {}

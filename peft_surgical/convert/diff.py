@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from peft_surgical.convert.change import WeightChanges, measure_changes, relative_distance
 from peft_surgical.files.adapter import Entry, encode_tensor, entries, write_adapter
-from peft_surgical.files.base import describe_base, fingerprint
+from peft_surgical.files.base import describe_base
 from peft_surgical.files.checkpoint import Checkpoint, ModelTensors, empty_model, task_type_of, tied_names
 from peft_surgical.layers import describe_stacks, find_stacks
 from peft_surgical.methods.heads import head_names, label_settings
@@ -191,11 +191,13 @@ def _write(
     output: Path, config: SurgicalConfig, model: nn.Module, old: ModelTensors, new: ModelTensors, progress: bool
 ) -> tuple[SurgicalConfig, set[str], int]:
     """Write an adapter; gives its resolved config, the names of its tensors in the base, and their size in bytes."""
-    base, labels = describe_base(model, {}), label_settings(model)
+    labels = label_settings(model)
+    shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
+    same = (name for name in old if old.meta(name).shape == shapes[name])
+    base = describe_base(model, ((name, old[name]) for name in same), config.modules_to_save or [])
     config, found = _resolve(model, config)
     known = {e.name for e in found if e.is_copy and e.name in old and old.meta(e.name).shape == new.meta(e.name).shape}
-    fingerprints = {name: fingerprint(old[name]) for name in known if old.meta(name).is_floating_point()}
-    config.base, config.labels = {**base, "tensors": fingerprints}, labels if config.modules_to_save else None
+    config.base, config.labels = base, labels if config.modules_to_save else None
     config.base_model_name_or_path = old.checkpoint.source
     tensors: dict[str, torch.Tensor] = {}
     for entry in tqdm(found, disable=not progress, desc="Writing"):

@@ -13,7 +13,7 @@ import torch
 
 from peft_surgical.convert.change import table
 from peft_surgical.convert.convert import base_of
-from peft_surgical.convert.merge import merged_model
+from peft_surgical.convert.merge import check_adapter, merged_model
 from peft_surgical.files.adapter import ERROR, AdapterFile, Entry, method_of
 from peft_surgical.files.checkpoint import ModelTensors
 from peft_surgical.files.encodings import difference, values_nbytes
@@ -106,7 +106,7 @@ class Comparison:
 
 
 def inspect_adapter(source: str | os.PathLike) -> Inspection:
-    """Look at a saved adapter. Only its header and a few numbers are read.
+    """Look at a saved adapter, whose tensors are read once to see that they are whole.
 
     Args:
         source: Its folder, or its name on the hub.
@@ -115,6 +115,9 @@ def inspect_adapter(source: str | os.PathLike) -> Inspection:
         ValueError: A file of it is missing or damaged.
     """
     adapter = open_adapter(source)
+    if adapter.file.header is not None:
+        for name in adapter.file:
+            adapter.file[name]
     groups = [_group(name, entries, adapter) for name, entries in _by_layer(adapter).items()]
     config = {**adapter.config.to_dict(), "peft_type": method_of(adapter.config)}
     return Inspection(adapter.source, config, groups)
@@ -139,7 +142,10 @@ def compare_adapters(
     encoded = next((a for a in adapters if any(entry.encoding != "values" for entry in a.entries)), None)
     if base is not None or encoded is not None:
         before = base_of(encoded or adapters[0], base)
-        old = ModelTensors(before, merged_model(before, adapters[0]))
+        tensors = ModelTensors(before, merged_model(before, adapters[0]))
+        old = tensors
+        for adapter in adapters:
+            check_adapter(adapter, tensors)
     layers = [_by_layer(adapter) for adapter in adapters]
     rows = []
     for name in dict.fromkeys([*layers[0], *layers[1]]):
@@ -169,7 +175,10 @@ def _group(name: str, entries: list[Entry], adapter: AdapterFile) -> Group:
         if entry.encoding == "values":
             values += adapter.nbytes(entry)
         else:
-            values += values_nbytes(entry.encoding, adapter.file[keys[entry.encoding]])
+            try:
+                values += values_nbytes(entry.encoding, adapter.file[keys[entry.encoding]])
+            except ValueError as error:
+                raise ValueError(f"{adapter.source}: the tensor {entry.key!r}: {error}") from error
     return Group(
         name=name,
         tensors=len(entries),

@@ -16,11 +16,12 @@ from torch import nn
 from tqdm import tqdm
 from transformers import AutoConfig
 
-from peft_surgical.files.adapter import AdapterFile, Entry
+from peft_surgical.files.adapter import AdapterFile, Entry, touched_names
 from peft_surgical.files.base import check_base
+from peft_surgical.files.check import checked
 from peft_surgical.files.checkpoint import TASKS, Checkpoint, ModelTensors, architecture_of, bare_class_of, empty_model
-from peft_surgical.files.safetensors_io import reset_mode, write_checkpoint
-from peft_surgical.methods.config import open_adapter
+from peft_surgical.files.safetensors_io import reset_mode, write_checkpoint, written_aside
+from peft_surgical.methods.config import DeltaConfig, open_adapter
 from peft_surgical.methods.heads import apply_label_settings
 
 
@@ -57,16 +58,19 @@ def merge_checkpoint(
     if folder.resolve() == before.folder.resolve():
         raise ValueError(f"output={str(output)!r} is the base itself, which a merge never writes to.")
     model = merged_model(before, saved)
-    if saved.config.peft_type == "SURGICAL":
-        _merge_by_tensor(model, before, saved, folder, dtype, convert_file_size_to_int(max_shard_size), progress)
-    else:
-        merged: Any = adapted_model(before, saved).merge_and_unload()
-        merged = merged if dtype is None else merged.to(dtype)
-        merged.save_pretrained(folder, max_shard_size=max_shard_size)
-        for file in folder.glob("*.safetensors"):
-            reset_mode(file)
-    for path in before.side_files():
-        shutil.copy(path, folder / path.name)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with written_aside(folder) as aside:
+        aside.mkdir()
+        if saved.config.peft_type == "SURGICAL":
+            _merge_by_tensor(model, before, saved, aside, dtype, convert_file_size_to_int(max_shard_size), progress)
+        else:
+            merged: Any = adapted_model(before, saved).merge_and_unload()
+            merged = merged if dtype is None else merged.to(dtype)
+            merged.save_pretrained(aside, max_shard_size=max_shard_size)
+            for file in aside.glob("*.safetensors"):
+                reset_mode(file)
+        for path in before.side_files():
+            shutil.copy(path, aside / path.name)
     return model
 
 
@@ -113,6 +117,7 @@ def _merge_by_tensor(
     progress: bool,
 ) -> None:
     old = ModelTensors(before, model)
+    check_adapter(saved, old)
     sources = _sources(model, old, saved)
     shapes = model.state_dict()
     plan: dict[str, torch.Tensor] = {}
@@ -128,7 +133,6 @@ def _merge_by_tensor(
         assert value is not None
         return value.to(plan[name].dtype)
 
-    folder.mkdir(parents=True, exist_ok=True)
     with tqdm(total=len(plan), disable=not progress, desc="Merging") as bar:
         write_checkpoint(folder, plan, read, max_shard_size)
     model.config.architectures = [type(model).__name__]
@@ -143,7 +147,6 @@ def _sources(model: nn.Module, old: ModelTensors, saved: AdapterFile) -> dict[st
     replaced = {entry.name: entry for entry in saved.entries}
     if unknown := [name for name in replaced if name not in names]:
         raise ValueError(f"{saved.source} has {unknown[0]!r}, which a {type(model).__name__} does not have.")
-    check_base_of(saved, old, model)
     found: dict[str, Entry | None] = {}
     for name in names:
         aliases = old.aliases.get(name, [])
@@ -158,17 +161,24 @@ def _sources(model: nn.Module, old: ModelTensors, saved: AdapterFile) -> dict[st
     return found
 
 
-def check_base_of(saved: AdapterFile, old: ModelTensors, model: nn.Module) -> None:
-    """Check that a checkpoint is the base that an adapter was trained on, as far as its config tells.
+def check_adapter(saved: AdapterFile, old: ModelTensors) -> None:
+    """Check a saved adapter as loading does: that it is whole, and for this base. Nothing is written before.
 
     Raises:
-        ValueError: It is another one. The message names the first difference.
+        ValueError: It is not. The message names the first difference.
     """
     config: Any = saved.config
-    if not getattr(config, "check_base", True):
+    if not isinstance(config, DeltaConfig):
         return
-    try:
-        check_base(getattr(config, "base", None) or {}, model, old)
-    except ValueError as error:
-        named = config.base_model_name_or_path
-        raise ValueError(f"{saved.source} names the base {named!r}, not {old.checkpoint.source}: {error}") from error
+    model = merged_model(old.checkpoint, saved)
+    if config.check_base:
+        touched = touched_names(saved.file)
+        try:
+            check_base(config.base or {}, model, old, touched)
+        except ValueError as error:
+            named = config.base_model_name_or_path
+            raise ValueError(
+                f"{saved.source} names the base {named!r}, not {old.checkpoint.source}: {error}"
+            ) from error
+    PeftModel(model, config)  # on the meta device: this checks the file
+    checked.take(None, None)

@@ -17,8 +17,8 @@ import torch
 from peft import PeftConfig
 from peft.utils import SAFETENSORS_WEIGHTS_NAME
 
-from peft_surgical.files.encodings import ENCODINGS, Shape, difference, find_encoding
-from peft_surgical.files.safetensors_io import TensorFile, write_tensors
+from peft_surgical.files.encodings import ENCODINGS, difference, find_encoding
+from peft_surgical.files.safetensors_io import TensorFile, write_tensors, written_aside
 from peft_surgical.names import PREFIX, CopyName
 
 
@@ -90,7 +90,10 @@ class AdapterFile:
             ValueError: The tensor is encoded, and `base` is missing or another one.
         """
         parts = {key: self.file[key] for key in entry.keys().values()}
-        return decode_tensors(parts, {} if base is None else {entry.key: base})[entry.key]
+        try:
+            return decode_tensors(parts, {} if base is None else {entry.key: base})[entry.key]
+        except ValueError as error:
+            raise ValueError(f"{self.source}: {error}") from error
 
     def nbytes(self, entry: Entry) -> int:
         """The size of a tensor in the file, all parts together, in bytes."""
@@ -108,6 +111,19 @@ def entries(names: Iterable[str]) -> list[Entry]:
     return [entry_of(key, list(parts)) for key, parts in group_parts(dict.fromkeys(names)).items()]
 
 
+def touched_names(names: Iterable[str]) -> set[str]:
+    """The names in the base of the tensors that those of an adapter's file stand for or add to.
+
+    Example:
+
+        >>> touched_names(["base_model.model.query.lora_A.weight", "base_model.model.classifier.weight"])
+        {'query.weight'}
+    """
+    found = entries(names)
+    copies = {entry.name for entry in found if entry.is_copy}
+    return copies | {f"{e.name.partition('.lora_')[0]}.weight" for e in found if not e.is_copy and ".lora_" in e.name}
+
+
 def entry_of(key: str, suffixes: Sequence[str] = ("",)) -> Entry:
     """What a plain name in an adapter's file stands for."""
     copy = CopyName.parse(key)
@@ -122,10 +138,12 @@ def method_of(config: PeftConfig) -> str:
 def write_adapter(
     folder: Path, config: PeftConfig, tensors: Mapping[str, torch.Tensor], auto_mapping: dict | None = None
 ) -> int:
-    """Write the two files of an adapter; gives the size of its tensors in bytes."""
-    folder.mkdir(parents=True, exist_ok=True)
-    nbytes = write_tensors(folder / SAFETENSORS_WEIGHTS_NAME, tensors)
-    config.save_pretrained(str(folder), auto_mapping_dict=auto_mapping)
+    """Write the two files of an adapter, which appear together; gives the size of its tensors in bytes."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with written_aside(folder) as aside:
+        aside.mkdir()
+        nbytes = write_tensors(aside / SAFETENSORS_WEIGHTS_NAME, tensors)
+        config.save_pretrained(str(aside), auto_mapping_dict=auto_mapping)
     return nbytes
 
 
@@ -202,37 +220,15 @@ def decode_tensors(tensors: Mapping[str, torch.Tensor], bases: Mapping[str, torc
     return decoded
 
 
-def decoded_shapes(shapes: Mapping[str, Shape], expected: Mapping[str, Shape], source: str) -> dict[str, Shape]:
-    """The shapes that a file's tensors will have once decoded, from its header alone.
+def as_plain(key: str) -> str:
+    """The plain name of the tensor that a key in a file is, or is a part of.
 
-    Args:
-        shapes: The shapes in the file, by name.
-        expected: The shapes of the trained tensors, by plain name.
-        source: What to call the file in errors.
+    Example:
 
-    Raises:
-        ValueError: The parts of an encoded tensor are not just those of an encoding, with the shapes that it needs.
+        >>> as_plain("weight:int8_scale")
+        'weight'
     """
-    decoded: dict[str, Shape] = {}
-    for name, parts in group_parts(shapes).items():
-        if "" in parts or name not in expected:
-            decoded[name] = parts.get("", ())
-            continue
-        try:
-            encoding = encoding_of(parts)
-        except ValueError as error:
-            raise ValueError(f"{source}: the tensor {name!r}: {error}") from error
-        needed = find_encoding(encoding).part_shapes(expected[name])
-        for suffix, shape in needed.items():
-            if suffix not in parts:
-                raise ValueError(f"{source} lacks the tensor {name + SEPARATOR + suffix!r}. Save the adapter again.")
-            if shape is not None and tuple(parts[suffix]) != shape:
-                raise ValueError(
-                    f"{source}: the tensor {name + SEPARATOR + suffix!r} has shape {tuple(parts[suffix])}, this model "
-                    f"needs {shape}. Load the adapter onto the base it was trained on."
-                )
-        decoded[name] = expected[name]
-    return decoded
+    return key.partition(SEPARATOR)[0]
 
 
 def group_parts(tensors: Mapping[str, object]) -> dict[str, dict]:

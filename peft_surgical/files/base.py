@@ -1,52 +1,85 @@
 """What a saved adapter says about its base model, and the checks before one is loaded.
 
 An adapter is PEFT's two files. `adapter_model.safetensors` holds the trained values of the changed tensors, bit for
-bit unless another encoding was asked for; `adapter_config.json` holds, under `base`, what the base model must be like:
-its type, depth, vocabulary and a few values of each touched tensor. Everything is checked before the model is changed.
+bit unless another encoding was asked for, and in its header what the base model must be like: its type, depth,
+vocabulary and a few values of each tensor. Everything is checked before the model is changed.
 """
 
 from __future__ import annotations
 
 import base64
-import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn
 
-from peft_surgical.files.adapter import decoded_shapes
-from peft_surgical.files.safetensors_io import TensorFile
+from peft_surgical.copies.select import matches_any, own_tensor_names
+from peft_surgical.distributed import engine_of
+from peft_surgical.files.safetensors_io import DTYPES
 from peft_surgical.layers import find_stacks, unwrap
+from peft_surgical.names import OWN_TENSORS
 
 
 SAMPLES_PER_TENSOR = 6
 _COARSENESS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
+_HALF = ":first half"
 
 
-def describe_base(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+def base_tensors(model: nn.Module, path: str = "") -> dict[str, torch.Tensor]:
+    """The base's own tensors by name, whatever adapters are around it or merged into it; tied ones by all names.
+
+    Example:
+
+        >>> sorted(base_tensors(nn.BatchNorm1d(2, affine=False)))
+        ['num_batches_tracked', 'running_mean', 'running_var']
+    """
+    if isinstance(model, AuxiliaryTrainingWrapper):
+        return base_tensors(model.original_module, path)
+    if isinstance(model, BaseTunerLayer):
+        return base_tensors(model.get_base_layer(), path)
+    found: dict[str, torch.Tensor] = {}
+    for name in own_tensor_names(model):
+        tensor = getattr(model, name)
+        found[f"{path}{name}"] = getattr(tensor, "_original", tensor)  # while an adapter is merged
+    for name, child in model._modules.items():
+        if child is not None and name != OWN_TENSORS:
+            found.update(base_tensors(child, path if name == "_orig_mod" else f"{path}{name}."))
+    return found
+
+
+def describe_base(
+    model: nn.Module, tensors: Iterable[tuple[str, torch.Tensor]] | None = None, left_out: Sequence[str] = ()
+) -> dict[str, Any]:
     """What makes a base model the one that an adapter was trained on, as plain data.
 
     Args:
-        model: The base model.
-        tensors: The tensors that the adapter changes, with their original values, by name.
+        model: The base model, with or without adapters.
+        tensors: Names and tensors, if they are not those that it holds.
+        left_out: Modules that each adapter has of its own, as in `modules_to_save`: heads.
 
     Returns:
         `architecture` (the model's class), `model_type`, `layers` (depth by stack), `vocab_size` and `tensors` (a
         fingerprint by name). Only a handful of values is read per tensor, so this costs milliseconds.
     """
-    return {
-        "architecture": type(unwrap(model)).__name__,
-        **_shape_of_model(model),
-        "tensors": {name: fingerprint(tensor) for name, tensor in tensors.items() if _is_comparable(tensor)},
-    }
+    shape = _shape_of_model(model)
+    marks: dict[str, str] = {}
+    for name, tensor in base_tensors(model).items() if tensors is None else tensors:
+        if _is_comparable(tensor) and not matches_any(name, left_out):
+            marks[name] = fingerprint(tensor, shape["vocab_size"])
+    return {"architecture": type(unwrap(model)).__name__, **shape, "tensors": marks}
 
 
 def check_base(
     record: Mapping[str, Any],
     model: nn.Module,
     tensors: Mapping[str, torch.Tensor],
+    touched: Collection[str],
     present_name: Callable[[str], str] = lambda name: name,
 ) -> None:
     """Check that a model is the base that `describe_base` described, whatever its dtype.
@@ -54,7 +87,8 @@ def check_base(
     Args:
         record: The description.
         model: The model.
-        tensors: The tensors that the adapter changes, with their original values, by name.
+        tensors: The base's tensors, by name.
+        touched: The names of those that the adapter changes, which must be there.
         present_name: The name that a tensor of the record has in the model.
 
     Raises:
@@ -73,50 +107,92 @@ def check_base(
                 f"This adapter was trained on another base model: its {what} was {wanted}, this model's is "
                 f"{found[key]}. Load the adapter onto the base it was trained on.{hint}"
             )
-    for old_name, wanted in record.get("tensors", {}).items():
+    in_layers = tuple(f"{layer.path}." for stack in find_stacks(model).values() for layer in stack.layers)
+    for old_name, mark in record.get("tensors", {}).items():
         name = present_name(old_name)
         tensor = tensors.get(name)
-        if tensor is None:
+        if tensor is None and name in touched:
             raise ValueError(
                 f"This adapter was trained on another base model: this {type(model).__name__} has no tensor {name!r}. "
                 "If its modules were renamed, say so in the config's key_mapping."
             )
-        if _is_comparable(tensor) and not matches(wanted, tensor):
+        if tensor is not None and _is_comparable(tensor) and not matches(mark, tensor):
+            hint = "" if name in touched or name.startswith(in_layers) else _NEW
             raise ValueError(
                 f"This adapter was trained on another base model: {name!r} has other values here. Load the adapter "
-                "onto the checkpoint it was trained on. To load it all the same, set check_base to false in its "
-                "adapter_config.json."
+                f"onto the checkpoint it was trained on.{hint} To load it all the same, set check_base to false in "
+                "its adapter_config.json, or call PeftModel.from_pretrained with check_base=False."
             )
+
+
+def with_vocabulary(record: dict[str, Any], model: nn.Module) -> dict[str, Any]:
+    """The description of a base whose vocabulary may have been resized since."""
+    size = _shape_of_model(model)["vocab_size"]
+    if size == record.get("vocab_size"):
+        return record
+    resized = [name for name, mark in record.get("tensors", {}).items() if mark.endswith(_HALF)]
+    tensors = base_tensors(model) if engine_of(model) is None else {}  # an engine's hold parts of them
+    marks = {name: fingerprint(tensors[name], size) for name in resized if name in tensors}
+    kept = {name: mark for name, mark in record.get("tensors", {}).items() if name not in resized}
+    return {**record, "vocab_size": size, "tensors": {**kept, **marks}}
+
+
+def check_record(record: Any) -> None:
+    """Check that something is what `describe_base` gives, or a part of it.
+
+    Raises:
+        ValueError: It is not.
+    """
+    kinds = {"architecture": str, "model_type": str, "layers": dict, "vocab_size": int, "tensors": dict}
+    whole = isinstance(record, dict) and all(
+        value is None or (key in kinds and isinstance(value, kinds[key])) for key, value in record.items()
+    )
+    if not whole or not 0 <= (record.get("vocab_size") or 0) < 2**31:
+        raise ValueError("the record of the base is damaged")
+    for name, mark in (record.get("tensors") or {}).items():
+        try:
+            _read(mark)
+        except (ValueError, AttributeError, TypeError, KeyError) as error:
+            raise ValueError(f"the record of the base's tensor {name!r} is damaged") from error
+
+
+_NEW = (
+    " If its checkpoint lacks this tensor, it is drawn anew each time: name its module in modules_to_save, to train "
+    "and save it with the adapter."
+)
 
 
 def _is_comparable(tensor: torch.Tensor) -> bool:
     """Whether a tensor has values that hold on the same base in another form; quantised and empty ones have not."""
-    plain = type(tensor) in (torch.Tensor, nn.Parameter)
-    return plain and tensor.is_floating_point() and tensor.device.type != "meta"
+    plain = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.numel() > 0
+    return plain and tensor.dtype in _COARSENESS and tensor.device.type != "meta"
 
 
-def fingerprint(tensor: torch.Tensor) -> str:
+def fingerprint(tensor: torch.Tensor, vocab_size: int | None = None) -> str:
     """A few values of a tensor, with its dtype: 'float32:' and base64 of float32 numbers.
+
+    Of a tensor with a row per token they are of the first half, and the text says so: what was added to a vocabulary
+    has values of chance.
 
     Example:
 
         >>> fingerprint(torch.zeros(3, dtype=torch.bfloat16))
         'bfloat16:AAAAAAAAAAAAAAAA'
     """
-    values = _sample(tensor).float().numpy().astype("<f4")
-    return f"{str(tensor.dtype).removeprefix('torch.')}:{base64.b64encode(values.tobytes()).decode()}"
+    is_half = vocab_size is not None and vocab_size > 1 and tensor.shape[:1] == (vocab_size,)
+    values = _sample(tensor, is_half).float().numpy().astype("<f4")
+    text = f"{str(tensor.dtype).removeprefix('torch.')}:{base64.b64encode(values.tobytes()).decode()}"
+    return f"{text}{_HALF}" if is_half else text
 
 
-def matches(wanted: str, tensor: torch.Tensor) -> bool:
+def matches(mark: str, tensor: torch.Tensor) -> bool:
     """Whether a tensor is the one with this fingerprint, or the same one in another dtype.
 
     In the same dtype the values must be equal bit for bit; else they are rounded to the coarser of the two dtypes,
     where a value that was rounded twice may be off by one in the last place.
     """
-    dtype_name, _, text = wanted.partition(":")
-    dtype = getattr(torch, dtype_name)
-    values = torch.from_numpy(np.frombuffer(base64.b64decode(text), "<f4").copy())
-    found = _sample(tensor)
+    dtype, values = _read(mark)
+    found = _sample(tensor, mark.endswith(_HALF))
     if len(values) != len(found):
         return False
     if dtype == tensor.dtype:
@@ -127,90 +203,21 @@ def matches(wanted: str, tensor: torch.Tensor) -> bool:
     return torch.allclose(values, found, rtol=info.eps, atol=info.smallest_normal, equal_nan=True)
 
 
-def check_file(
-    path: str | os.PathLike,
-    expected: Mapping[str, torch.Size],
-    *,
-    is_known: Callable[[str], bool] = lambda name: False,
-    present_name: Callable[[str], str] = lambda name: name,
-) -> None:
-    """Check the header of a file of tensors; no values are read.
-
-    Args:
-        path: A safetensors file.
-        expected: The shapes that its tensors should have, by name.
-        is_known: Whether a tensor that is not expected may be there all the same.
-        present_name: The name that a tensor of the file has in the model.
-
-    Raises:
-        ValueError: The file is damaged or not a safetensors file, or a tensor is missing, unknown, empty or of another
-            shape. The message names the file and the first such tensor.
-    """
-    file = TensorFile(path, present_name)
-    shapes = decoded_shapes({name: file.meta(name).shape for name in file}, expected, str(path))
-    check_tensors({n: torch.Size(s) for n, s in shapes.items()}, expected, source=str(path), is_known=is_known)
+def _read(mark: str) -> tuple[torch.dtype, torch.Tensor]:
+    """The dtype and the values in a fingerprint."""
+    name, _, text = mark.removesuffix(_HALF).partition(":")
+    return _DTYPES[name], torch.from_numpy(np.frombuffer(base64.b64decode(text), "<f4").copy())
 
 
-def check_tensors(
-    shapes: Mapping[str, torch.Size],
-    expected: Mapping[str, torch.Size],
-    *,
-    source: str,
-    is_known: Callable[[str], bool] = lambda name: False,
-) -> None:
-    """Check that tensors are just the expected ones; see `check_file`."""
-    for name in expected:
-        if name not in shapes:
-            raise ValueError(f"{source} lacks the tensor {name!r}, which this adapter trains. Save the adapter again.")
-    for name, shape in shapes.items():
-        if name in expected:
-            if shape.numel() == 0 and expected[name].numel() != 0:
-                raise ValueError(f"{source}: the tensor {name!r} is empty. {_GATHER}")
-            if shape != expected[name]:
-                raise ValueError(
-                    f"{source}: the tensor {name!r} has shape {tuple(shape)}, this model needs "
-                    f"{tuple(expected[name])}. Load the adapter onto the base it was trained on."
-                )
-        elif not is_known(name):
-            raise ValueError(
-                f"{source} has a tensor {name!r} that this adapter's configuration does not account for. Were the two "
-                "files of the adapter saved together?"
-            )
+def _sample(tensor: torch.Tensor, is_half: bool) -> torch.Tensor:
+    size = tensor.numel() // len(tensor) * (len(tensor) // 2) if is_half else tensor.numel()
+    return torch.take(tensor.detach(), _places(size).to(tensor.device)).cpu()
 
 
-def check_gathered(tensors: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Size], *, source: str) -> None:
-    """Check that tensors which are to be saved are whole.
-
-    Args:
-        tensors: The tensors, by name.
-        expected: The shapes that they should have.
-        source: What to call them in errors.
-
-    Raises:
-        ValueError: One is a process's share of a sharded tensor. The message names it.
-    """
-    partial = [name for name, tensor in tensors.items() if 0 < tensor.numel() < expected[name].numel()]
-    for name in sharded(tensors) + partial:
-        raise ValueError(f"{source}: the tensor {name!r} is one process's share of it. {_GATHER}")
-
-
-def sharded(tensors: Mapping[str, torch.Tensor]) -> list[str]:
-    """The names of the tensors that are spread over processes and say so, as those of FSDP2 do."""
-    return [name for name, t in tensors.items() if hasattr(t, "full_tensor") or hasattr(t, "local_shards")]
-
-
-_GATHER = (
-    "Sharded weights must be gathered before they are saved: "
-    "model.save_pretrained(path, state_dict=accelerator.get_state_dict(model), "
-    "is_main_process=accelerator.is_main_process). Trainer does so with fsdp_state_dict_type: FULL_STATE_DICT."
-)
-
-
-def _sample(tensor: torch.Tensor) -> torch.Tensor:
-    size = tensor.numel()
+@lru_cache(maxsize=256)
+def _places(size: int) -> torch.Tensor:
     count = min(SAMPLES_PER_TENSOR, size)
-    where = torch.linspace(0, size - 1, count, dtype=torch.float64).round().long() if count else torch.empty(0).long()
-    return torch.take(tensor.detach(), where.to(tensor.device)).cpu()
+    return torch.linspace(0, size - 1, count, dtype=torch.float64).round().long() if count else torch.empty(0).long()
 
 
 def _shape_of_model(model: nn.Module) -> dict[str, Any]:

@@ -27,6 +27,7 @@ class Encoding(ABC):
     """
 
     lossy = True
+    dtypes: Mapping[str, torch.dtype]  # of its parts, by suffix
     entries_per_code = 1  # how many entries of the trained tensor one element of the first part stands for
 
     @abstractmethod
@@ -50,6 +51,8 @@ class Lossless(Encoding):
     the trained tensor's dtype and a checksum of its bytes.
     """
 
+    dtypes = {"lossless": torch.uint8}
+
     lossy = False
 
     def part_shapes(self, shape: Shape) -> dict[str, tuple[int, ...] | None]:
@@ -68,12 +71,18 @@ class Lossless(Encoding):
 
     def decode(self, parts: Mapping[str, torch.Tensor], base: torch.Tensor) -> torch.Tensor:
         data = parts["lossless"].cpu().numpy()
-        dtype = getattr(torch, bytes(data[:16]).decode().strip())
+        dtype = getattr(torch, bytes(data[:16]).decode("ascii", "replace").strip(), None)
+        if not isinstance(dtype, torch.dtype):
+            raise ValueError("its packed data are damaged (they begin with no dtype)")
         crc = int.from_bytes(bytes(data[16:_HEADER]), "little")
+        size = base.numel() * dtype.itemsize
         # of a copy, for memory that numpy has seen can no longer be resized, which FSDP1 does
         start = _ordered(_bits(base.to(dtype, copy=True)))
         try:
-            planes = np.frombuffer(_zstd().ZstdDecompressor().decompress(data[_HEADER:].data), np.uint8)
+            packed = data[_HEADER:].tobytes()
+            if (found := _zstd().frame_content_size(packed)) != size:  # before memory is taken for it
+                raise ValueError(f"its packed data are damaged (they hold {found} bytes instead of {size})")
+            planes = np.frombuffer(_zstd().ZstdDecompressor().decompress(packed), np.uint8)
         except _zstd().ZstdError as error:
             raise ValueError(f"its packed data are damaged ({error})") from error
         zigzag = np.ascontiguousarray(planes.reshape(start.itemsize, -1).T).view(start.dtype).reshape(-1)
@@ -90,6 +99,8 @@ class Lossless(Encoding):
 class Bfloat16(Encoding):
     """The difference, rounded to bfloat16: within a 256th of each entry's difference."""
 
+    dtypes = {"bf16": torch.bfloat16}
+
     def part_shapes(self, shape: Shape) -> dict[str, tuple[int, ...] | None]:
         return {"bf16": tuple(shape)}
 
@@ -102,6 +113,8 @@ class Bfloat16(Encoding):
 
 class Int8(Encoding):
     """The difference in steps of a 127th of its row's largest entry: within half a step."""
+
+    dtypes = {"int8": torch.int8, "int8_scale": torch.float32}
 
     def part_shapes(self, shape: Shape) -> dict[str, tuple[int, ...] | None]:
         return {"int8": tuple(shape), "int8_scale": (*shape[:-1], 1)}
@@ -120,6 +133,8 @@ class Int4(Encoding):
 
     Groups run over the tensor's entries in order; the step sizes are kept in bfloat16.
     """
+
+    dtypes = {"int4": torch.uint8, "int4_scale": torch.bfloat16}
 
     entries_per_code = 2
 
@@ -147,6 +162,8 @@ class Sign(Encoding):
     An entry is off by at most its difference or its row's mean, whichever is larger. `distil_scales` finds better step
     sizes from a few batches.
     """
+
+    dtypes = {"sign": torch.uint8, "sign_scale": torch.float32}
 
     entries_per_code = 8
 
@@ -195,7 +212,10 @@ def values_nbytes(encoding: str, codes: torch.Tensor) -> int:
     chosen = find_encoding(encoding)
     if chosen.lossy:
         return codes.numel() * chosen.entries_per_code * 4
-    return _zstd().frame_content_size(codes[_HEADER : _HEADER + 32].numpy().tobytes())
+    try:
+        return _zstd().frame_content_size(codes[_HEADER : _HEADER + 32].numpy().tobytes())
+    except _zstd().ZstdError as error:
+        raise ValueError(f"its packed data are damaged ({error})") from error
 
 
 def difference(trained: torch.Tensor, base: torch.Tensor) -> torch.Tensor:

@@ -5,24 +5,44 @@ from __future__ import annotations
 import copy
 import os
 import re
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+import torch
 from huggingface_hub import hf_hub_download
 from peft import PeftConfig
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
-from peft.utils import SAFETENSORS_WEIGHTS_NAME
+from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME
 from typing_extensions import Self
 
-from peft_surgical.files.adapter import AdapterFile
+from peft_surgical.files.adapter import AdapterFile, group_parts
+from peft_surgical.files.base import check_record
+from peft_surgical.files.check import add_header, checked, decoded_shapes
 from peft_surgical.files.encodings import find_encoding
-from peft_surgical.files.safetensors_io import download
+from peft_surgical.files.safetensors_io import Header, TensorFile, download, written_aside
+from peft_surgical.methods.resolve import check_patterns
 from peft_surgical.names import PREFIX
 
 
 FORMAT_VERSION = 1
+MOST_LABELS, MOST_RANK, MOST_BYTES = 2**20, 2**16, 2**24  # of what a config may say, and its size
 sources: set[str] = set()  # the folders and names on the hub that configs of this package were read from
+
+
+_FAULTS = (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RuntimeError, ImportError, re.error)
+
+
+def _named(error: Exception, source: str) -> ValueError:
+    """What is said of an adapter that an error came of."""
+    if not isinstance(error, ValueError):
+        return ValueError(
+            f"The adapter {source} cannot be used, its files are damaged ({type(error).__name__}: {error})."
+        )
+    return error if source in str(error) else ValueError(f"{source}: {error}")
 
 
 @dataclass
@@ -31,7 +51,9 @@ class DeltaConfig(PeftConfig):
 
     Args:
         labels: Number and names of the task's labels, from the model's config. Set when the adapter is made.
-        base: What the base model is like, see `describe_base`. Set when the adapter is made.
+        base: What the base model is like, see `describe_base`. Set when the adapter is made; saved in the header of
+            the file of tensors.
+        saved: What tells that the two files of an adapter were saved together. Set when it is saved.
         encoding: How trained values are written: `"values"`, or as differences to the base `"lossless"`, `"bf16"`,
             `"int8"`, `"int4"` or `"sign"`. May be set at any time before saving; loading reads it from the file.
         check_base: Whether loading the adapter onto another base model than the one it was trained on is an error.
@@ -45,6 +67,7 @@ class DeltaConfig(PeftConfig):
 
     labels: dict | None = field(default=None, metadata={"help": "Number and names of the task's labels."})
     base: dict | None = field(default=None, metadata={"help": "What the base model is like."})
+    saved: str | None = field(default=None, metadata={"help": "What the file of tensors is known by."})
     encoding: str = field(default="values", metadata={"help": "values, lossless, bf16, int8, int4 or sign."})
     check_base: bool = field(default=True, metadata={"help": "Whether another base model is an error."})
     key_mapping: dict[str, str] | None = field(default=None, metadata={"help": "New names of renamed modules."})
@@ -71,24 +94,130 @@ class DeltaConfig(PeftConfig):
     def from_pretrained(  # type: ignore[override]
         cls, pretrained_model_name_or_path: str, subfolder: str | None = None, **kwargs: Any
     ) -> Self:
-        config = super().from_pretrained(pretrained_model_name_or_path, subfolder=subfolder, **kwargs)
+        is_checked = kwargs.pop("check_base", None)
+        try:
+            config = super().from_pretrained(pretrained_model_name_or_path, subfolder=subfolder, **kwargs)
+            config.check_loaded()
+        except _FAULTS as error:
+            folder = os.path.join(*filter(None, (pretrained_model_name_or_path, subfolder)))
+            raise ValueError(f"The {CONFIG_NAME} in {folder} cannot be used: {error}") from error
+        config.check_base = config.check_base if is_checked is None else is_checked
         # so that the weights can be checked before the model is changed
         config._source = (pretrained_model_name_or_path, subfolder, cls._split_kwargs(kwargs)[0])
         sources.add(os.fspath(pretrained_model_name_or_path))
         return config
 
+    def check_loaded(self) -> None:
+        """Check what a file of a stranger could say to take time or memory without end.
+
+        Raises:
+            ValueError: It does.
+        """
+        ranking = getattr(self, "ranking", None)
+        if isinstance(ranking, str):
+            raise ValueError(
+                f"ranking={ranking!r} is a path; a saved adapter names its layers. Give the ranking itself: "
+                "config.ranking = LayerRanking.load(path)."
+            )
+        number = (self.labels or {}).get("num_labels", 1)
+        texts = (self.labels or {}).get("id2label") or {}
+        if not isinstance(number, int) or not 0 < number <= MOST_LABELS or len(texts) not in (0, number):
+            raise ValueError(f"num_labels={number!r} must be a number up to {MOST_LABELS:,} with as many names.")
+        if not isinstance(self.key_mapping or {}, dict):
+            raise ValueError(f"key_mapping={self.key_mapping!r} must be an object of texts.")
+        for name in ("modules_to_save", "extra_modules"):
+            names = getattr(self, name, None)
+            if names is not None and not (isinstance(names, list) and all(isinstance(n, str) for n in names)):
+                raise ValueError(f"{name}={names!r} must be a list of names.")
+        check_record(self.base or {})
+        rules: list[Any] = [*(self.key_mapping or {})]
+        for name in ("target_modules", "exclude_modules"):
+            rules.append(getattr(self, name, None))
+        for name in ("rank_pattern", "alpha_pattern"):
+            rules += getattr(self, name, None) or {}
+        pattern = getattr(self, "layers_pattern", None)
+        rules += [pattern] if isinstance(pattern, str) else pattern or []
+        strata = getattr(self, "strata", None) or []
+        for items in strata.values() if isinstance(strata, dict) else [strata]:
+            rules += [item.get("target_modules") for item in items]
+        check_patterns(rule for rule in rules if isinstance(rule, str))
+        ranks = [getattr(self, "r", 1), *(getattr(self, "rank_pattern", None) or {}).values()]
+        if not all(isinstance(rank, int) and 0 < rank <= MOST_RANK for rank in ranks):
+            raise ValueError(f"r and rank_pattern must be numbers from 1 to {MOST_RANK:,}.")
+
     def save_pretrained(self, save_directory: str, **kwargs: Any) -> None:
-        """Write `adapter_config.json`; the file appears whole or not at all."""
-        target = os.path.join(save_directory, "adapter_config.json")
-        aside = os.path.join(save_directory, f".adapter_config.{os.getpid()}")
+        """Write `adapter_config.json`, and the record of the base into the header of the tensors' file beside it.
+
+        Each file appears whole or not at all, and who reads one from before and one from after is told so.
+        """
+        folder = Path(save_directory)
+        folder.mkdir(parents=True, exist_ok=True)
+        own = copy.copy(self)
+        own.saved = None
+        if self._is_in(folder / SAFETENSORS_WEIGHTS_NAME):
+            own.saved = add_header(folder / SAFETENSORS_WEIGHTS_NAME, self.base or {})
+            own.base = None
+        with tempfile.TemporaryDirectory() as aside:
+            super(DeltaConfig, own).save_pretrained(aside, **kwargs)
+            text = Path(aside, CONFIG_NAME).read_text(encoding="utf-8")
+        with written_aside(folder / CONFIG_NAME) as new:
+            new.write_text(text, encoding="utf-8")
+
+    def _is_in(self, weights: Path) -> bool:
+        """Whether a file is one of this adapter's tensors, by their names."""
+        if self.resolution is None or not weights.is_file():
+            return False
+        names = {f"{PREFIX}{name.replace('.modules_to_save.', '.')}" for name in self.resolution.shapes}
+        return names <= set(group_parts(TensorFile(weights)))
+
+    def open_weights(self) -> TensorFile | None:
+        """The file of tensors that belongs to this config, if it was read from a folder or the hub.
+
+        Raises:
+            ValueError: It is damaged, or was not saved together with this config. The message names it.
+        """
+        if (opened := vars(self).get("_opened")) is not None:
+            return opened
+        path = self.weights_file()
+        if path is None:
+            return None
+        file = TensorFile(path, self.present_name)
+        self.take_header(file.header, file.path)
+        return file
+
+    @contextmanager
+    def naming_itself(self) -> Iterator[None]:
+        """Within the block, whatever is wrong with a config that was read is one `ValueError` that names it."""
+        source = getattr(self, "_source", None)
         try:
-            super().save_pretrained(aside, **kwargs)
-            os.replace(os.path.join(aside, "adapter_config.json"), target)
-        finally:
-            if os.path.isdir(aside):
-                for leftover in os.listdir(aside):
-                    os.remove(os.path.join(aside, leftover))
-                os.rmdir(aside)
+            yield
+        except _FAULTS as error:
+            if source is None or isinstance(error, torch.OutOfMemoryError):
+                raise
+            raise _named(error, os.path.join(*filter(None, source[:2]))) from error
+
+    def hold(self, state: dict[str, torch.Tensor]) -> None:
+        """Keep the tensors of the file, which were checked, until PEFT puts them into the model."""
+        checked.source, checked.state = self._source[:2], state  # type: ignore[attr-defined]
+
+    def take_header(self, header: Header | None, path: Path) -> None:
+        """Take the record of the base from the header of the file of tensors.
+
+        Raises:
+            ValueError: The file was not saved together with this config. The message names it.
+        """
+        if self.saved is not None and (header is None or header.saved != self.saved):
+            raise ValueError(
+                f"{path} was not saved together with the adapter_config.json beside it. If another process is saving "
+                "the adapter, try again; else save it again. If a program has written the tensors anew on purpose, "
+                'take the line "saved" out of adapter_config.json.'
+            )
+        if self.base is None and header is not None:
+            try:
+                check_record(header.base)
+            except ValueError as error:
+                raise ValueError(f"{path}: {error}. Copy it again.") from error
+            self.base = header.base
 
     def present_name(self, name: str) -> str:
         """The name that a saved tensor has in the base at hand, see `key_mapping`."""
@@ -102,9 +231,11 @@ class DeltaConfig(PeftConfig):
 
     def forget_saved_names(self) -> None:
         """Go over to the present names for good, once the tensors are in the model."""
-        if self.key_mapping and self.base:
-            names = {self.present_name(name): mark for name, mark in self.base["tensors"].items()}
-            self.base, self.key_mapping = {**self.base, "tensors": names}, None
+        if self.key_mapping:
+            if self.base:
+                marks = {self.present_name(name): mark for name, mark in self.base.get("tensors", {}).items()}
+                self.base = {**self.base, "tensors": marks}
+            self.key_mapping = None
 
     def weights_file(self) -> str | None:
         """The safetensors file that belongs to this config, if it was read from a folder or the hub."""
@@ -133,7 +264,14 @@ def open_adapter(source: str | os.PathLike) -> AdapterFile:
         ValueError: A file is missing or damaged. The message names it.
     """
     folder = source if os.path.isdir(source) else download(os.fspath(source), ["adapter_*"])
-    return AdapterFile(os.fspath(source), folder, *read_config(folder))
+    config, present_name = read_config(folder)
+    saved = AdapterFile(os.fspath(source), folder, config, present_name)
+    decoded_shapes({name: saved.file.meta(name) for name in saved.file}, {}, None, str(saved.file.path))
+    if isinstance(config, DeltaConfig):
+        config.take_header(saved.file.header, saved.file.path)
+        config.forget_saved_names()
+        vars(config)["_opened"] = saved.file  # by the present names
+    return saved
 
 
 def read_config(folder: str | os.PathLike) -> tuple[PeftConfig, Callable[[str], str]]:
@@ -151,9 +289,9 @@ def read_config(folder: str | os.PathLike) -> tuple[PeftConfig, Callable[[str], 
     try:
         config: Any = cls.from_pretrained(os.fspath(folder))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"The adapter_config.json in {folder} cannot be used: {error}") from error
+        if issubclass(cls, DeltaConfig):
+            raise  # it says so itself
+        raise ValueError(f"The {CONFIG_NAME} in {folder} cannot be used: {error}") from error
     if not isinstance(config, DeltaConfig):
         return config, lambda name: name
-    names = copy.copy(config)  # remembers how the names are mapped
-    config.forget_saved_names()
-    return config, names.present_name
+    return config, copy.copy(config).present_name  # a copy's, which remembers how the names are mapped

@@ -1,18 +1,22 @@
-"""The task's own head: which modules it is made of, and heads of different sizes on one model."""
+"""What an adapter has whole: the task's own head, of its own size on one model, and embeddings saved along."""
 
 from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from peft import TaskType
-from peft.utils.other import ModulesToSaveWrapper
+from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 from torch import nn
 
-from peft_surgical.layers import find_stacks
+from peft_surgical.copies.select import bottom, own_tensor_names, token_embeddings
+from peft_surgical.files.base import base_tensors
+from peft_surgical.files.safetensors_io import TensorFile
+from peft_surgical.layers import find_stacks, unwrap
+from peft_surgical.names import PREFIX, base_path, without_wrappers
 
 
 TASKS_WITH_HEAD = (TaskType.SEQ_CLS, TaskType.TOKEN_CLS, TaskType.QUESTION_ANS)
@@ -148,3 +152,55 @@ def resize_heads(model: nn.Module, adapter_name: str, num_labels: int, num_label
 def _output_module(head: nn.Module, num_labels: int) -> str | None:
     names = [n for n, m in head.named_modules() if isinstance(m, nn.Linear) and m.out_features == num_labels]
     return names[-1] if names else None
+
+
+# ---- embeddings of an adapter's own
+
+
+def embedding_tensors(model: nn.Module) -> dict[str, str]:
+    """The base's embeddings, which PEFT saves along on demand or if they were resized.
+
+    Returns:
+        By the names that their tensors then have in a file, the paths of the modules.
+    """
+    found: dict[str, str] = {}
+    for embedding in token_embeddings(model):
+        for path, module in model.named_modules():
+            if module is embedding and module is not None:
+                path = without_wrappers(path).removeprefix(PREFIX)
+                inner = bottom(module.original_module if isinstance(module, AuxiliaryTrainingWrapper) else module)
+                for name in own_tensor_names(inner):
+                    # inside the wrapper of an adapter if they are tuned themselves
+                    for wrapper in ("", "base_layer.", "original_module."):
+                        found[f"{PREFIX}{path}.{wrapper}{name}"] = path
+    return found
+
+
+def changed_embeddings(file: TensorFile, model: nn.Module, base: Mapping[str, torch.Tensor]) -> list[str]:
+    """The paths of the embeddings that PEFT saved along and that have other values than the base's."""
+    found: dict[str, None] = {}
+    for key, path in embedding_tensors(model).items():
+        if (own := base.get(key.removeprefix(PREFIX))) is not None and key in file and not is_same(file[key], own):
+            found[path] = None
+    return list(found)
+
+
+def check_own(tensors: Mapping[str, torch.Tensor], model: nn.Module) -> None:
+    """Check that tensors, by their names in a file, are the base's own, which loading never changes.
+
+    Raises:
+        ValueError: One has other values. The message names it.
+    """
+    base = base_tensors(unwrap(model)) if tensors else {}
+    for name, tensor in tensors.items():
+        own = base.get(base_path(name))
+        if own is None or not is_same(tensor, own):
+            raise ValueError(
+                f"{name!r} belongs to the base, where it has other values, and loading never changes the base. Name "
+                "its module in modules_to_save (or extra_modules), so that it becomes the adapter's."
+            )
+
+
+def is_same(tensor: torch.Tensor, own: torch.Tensor) -> bool:
+    """Whether a loaded tensor has the values of the base's own, in the base's dtype."""
+    return own.is_meta or (tensor.shape == own.shape and torch.equal(tensor.to(own.device, own.dtype), own.detach()))

@@ -105,14 +105,15 @@ def swap_in(model: nn.Module, state: Mapping[str, torch.Tensor], adapter_name: s
         raise ValueError(
             f"Adapter {adapter_name!r} is of type {own.peft_type.value}, the one to swap in {config.peft_type.value}."
         )
-    with tuner._gathering():
-        tuner._prepare_model(config, tuner.model)
-    state = {config.present_name(name): tensor for name, tensor in state.items()}
-    state = decode_state(_peft_model(model), adapter_name, state, tuner._remove_adapter_name_from_key)
-    lora = {name: tensor for name, tensor in state.items() if ".lora_" in name and CopyName.parse(name) is None}
-    copies = {name: tensor for name, tensor in state.items() if name not in lora}
-    pairs = list(_pairs(tuner, adapter_name, copies))
-    _check_pairs(pairs, copies, adapter_name)
+    with config.naming_itself():
+        with tuner._gathering():
+            tuner._prepare_model(config, tuner.model)
+        state = {config.present_name(name): tensor for name, tensor in state.items()}
+        state = decode_state(_peft_model(model), adapter_name, state, tuner._remove_adapter_name_from_key)
+        lora = {name: tensor for name, tensor in state.items() if ".lora_" in name and CopyName.parse(name) is None}
+        copies = {name: tensor for name, tensor in state.items() if name not in lora}
+        pairs = list(_pairs(tuner, adapter_name, copies))
+        _check_pairs(pairs, copies, adapter_name)
     _swap_lora(model, lora, adapter_name, config)
     with torch.no_grad():
         for _, target, value in pairs:

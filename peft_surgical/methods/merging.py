@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from peft.tuners.tuners_utils import BaseTunerLayer
@@ -89,3 +91,30 @@ def delete_adapter(tuner: Any, adapter_name: str) -> None:
             module.delete_adapter(adapter_name, new_active_adapters=list(tuner.active_adapters))
     if "_backward_start" in tuner.__dict__:
         tuner._backward_start.look_again()  # it would hold on to the deleted tensors
+
+
+def take_out_unfilled(tuner: Any, adapter_name: str) -> None:
+    """Take out an adapter whose tensors could not be loaded, unless it had some before."""
+    config: Any = tuner.peft_config[adapter_name]
+    if not vars(config).pop("_is_unfilled", False):
+        return
+    if len(tuner.peft_config) == 1:
+        unload(tuner, False, False, False, None)
+    else:
+        delete_adapter(tuner, adapter_name)
+
+
+@contextmanager
+def whole_or_not_at_all(tuner: Any, adapter_name: str, present: Collection[int]) -> Iterator[None]:
+    """Take out what there is of an adapter if it cannot be made within the block; `present`: the modules before it."""
+    try:
+        yield
+    except Exception:
+        modules = [m for m in tuner.model.modules() if isinstance(m, (BaseTunerLayer, AuxiliaryTrainingWrapper))]
+        if modules and not any(id(module) in present for module in modules):
+            unload(tuner, False, False, False, None)
+        for module in modules:
+            for table in (getattr(module, name) for name in module.adapter_layer_names):
+                if adapter_name in table:
+                    del table[adapter_name]
+        raise

@@ -11,12 +11,14 @@ import torch
 from peft import PeftConfig, peft_model
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 from peft.tuners.tuners_utils import BaseTuner
-from peft.utils import hotswap, register_peft_method
+from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME, hotswap, register_peft_method
 from peft.utils.peft_types import PeftType
 from torch import nn
 
 from peft_surgical.compat import add_peft_type
-from peft_surgical.methods.config import sources
+from peft_surgical.files.check import checked
+from peft_surgical.files.safetensors_io import TensorFile
+from peft_surgical.methods.config import MOST_BYTES, sources
 
 
 SwapIn = Callable[[nn.Module, Mapping[str, torch.Tensor], str, PeftConfig], None]
@@ -33,6 +35,7 @@ def register_method(name: str, config_cls: type[PeftConfig], model_cls: type[Bas
         model_cls: The class of its tuner.
         prefix: What the names of its trained tensors contain; `model_cls.prefix`.
     """
+    name_damaged_configs()
     peft_type = add_peft_type(name)
     if peft_type in PEFT_TYPE_TO_CONFIG_MAPPING:
         from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
@@ -43,8 +46,33 @@ def register_method(name: str, config_cls: type[PeftConfig], model_cls: type[Bas
     register_peft_method(name=name.lower(), config_cls=config_cls, model_cls=model_cls, prefix=prefix)
 
 
+def name_damaged_configs() -> None:
+    """Let an `adapter_config.json` that cannot be read be a `ValueError` that names it, also where PEFT reads it."""
+    original: Any = PeftConfig._get_peft_type.__func__  # type: ignore[attr-defined]
+    if hasattr(original, "names_files"):
+        return
+
+    @functools.wraps(original)
+    def named(cls: Any, model_id: Any, **kwargs: Any) -> Any:
+        path = os.path.join(model_id, kwargs.get("subfolder") or "", CONFIG_NAME)
+        try:
+            if os.path.isfile(path) and os.path.getsize(path) > MOST_BYTES:
+                raise ValueError(f"it has more than {MOST_BYTES:,} bytes")
+            kind = original(cls, model_id, **kwargs)
+            if kind not in PEFT_TYPE_TO_CONFIG_MAPPING:
+                raise ValueError(f"peft_type={kind!r} is no method that PEFT knows")
+        except (ValueError, TypeError, LookupError, RecursionError) as error:
+            if not os.path.isfile(path):
+                raise
+            raise ValueError(f"{path} cannot be read ({type(error).__name__}: {error}).") from error
+        return kind
+
+    named.names_files = True  # type: ignore[attr-defined]
+    PeftConfig._get_peft_type = classmethod(named)  # type: ignore[method-assign, assignment]
+
+
 def load_on_cpu() -> None:
-    """Let PEFT read the files of this package to the CPU, from where each tensor goes to its module's device.
+    """Let PEFT load the tensors that were checked, from the CPU, from where each goes to its module's device.
 
     PEFT itself reads them to the first accelerator that it finds, in every process and wherever the model is. Adapters
     of other methods are read as before: those of this package are told by where their configs were read from.
@@ -54,10 +82,15 @@ def load_on_cpu() -> None:
 
         @functools.wraps(original)
         def by_source(model_id: Any, device: Any = None, *args: Any, **kwargs: Any) -> Any:
-            is_ours = os.fspath(model_id) in by_source.sources  # type: ignore[attr-defined]
-            return original(model_id, "cpu" if is_ours else device, *args, **kwargs)
+            if os.fspath(model_id) not in by_source.sources:  # type: ignore[attr-defined]
+                return original(model_id, device, *args, **kwargs)
+            state = checked.take(model_id, kwargs.get("subfolder"))
+            path = os.path.join(model_id, kwargs.get("subfolder") or "", SAFETENSORS_WEIGHTS_NAME)
+            if state is None and os.path.isfile(path) and not kwargs.get("key_mapping"):
+                state = dict(TensorFile(path))
+            return original(model_id, "cpu", *args, **kwargs) if state is None else state
 
-        peft_model.load_peft_weights = by_source
+        peft_model.load_peft_weights = hotswap.load_peft_weights = by_source
     peft_model.load_peft_weights.sources = sources  # type: ignore[attr-defined]
 
 

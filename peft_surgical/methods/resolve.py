@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +12,7 @@ from peft.tuners.tuners_utils import check_target_module_exists
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from peft_surgical.compat import ExcludedModule, include_all_linear_layers
+from peft_surgical.compat import ExcludedModule, include_all_linear_layers, parse_pattern
 from peft_surgical.copies.select import base_modules, bottom, innermost_tuned, token_embeddings
 from peft_surgical.names import RESERVED, CopyName, base_path, without_wrappers
 
@@ -103,3 +104,56 @@ def check_adapter_name(name: str, model: nn.Module) -> None:
         reason = "tensors of this model have it in their names, so that those of the adapter could not be told apart"
     if reason is not None:
         raise ValueError(f"An adapter cannot be called {name!r}: {reason}. Choose another name.")
+
+
+# ---- patterns in configs that others wrote
+
+
+MOST_WAYS = 4_000_000
+"""How many ways a pattern may have to match a name of 100 characters: three `.*`, or two and many alternatives."""
+
+
+def check_patterns(patterns: Iterable[str]) -> None:
+    """Refuse regular expressions that could take very long to match a name: Python tries every way that there is.
+
+    Raises:
+        ValueError: Together they have more than `MOST_WAYS`, or one is no regular expression.
+
+    Example:
+
+        >>> check_patterns([r".*decoder\\.(q|v)_proj", r"layer\\.\\d+\\.output"])
+        >>> check_patterns([r"(a+)+b"])
+        Traceback (most recent call last):
+        ...
+        ValueError: The pattern '(a+)+b' could take very long to match. Name the modules instead.
+    """
+    ways = 0
+    for pattern in patterns:
+        try:
+            ways += _ways(parse_pattern(pattern))
+        except (re.error, RecursionError, OverflowError) as error:
+            raise ValueError(f"The pattern {pattern[:100]!r} is no regular expression ({error}).") from error
+        if ways > MOST_WAYS:
+            raise ValueError(f"The pattern {pattern[:100]!r} could take very long to match. Name the modules instead.")
+
+
+def _ways(parsed: Any) -> int:
+    """The ways in which a parsed pattern can match 100 characters, at most `MOST_WAYS` + 1."""
+    ways = 1
+    for operator, argument in parsed:
+        kind = str(operator)
+        if kind.endswith("REPEAT"):
+            least, most, inner = argument
+            inside = _ways(inner)
+            times = min(int(most), 100)
+            ways *= (times + 1 if most > least else 1) if inside == 1 else min(inside ** min(times, 99), MOST_WAYS) + 1
+        elif kind == "BRANCH":
+            ways *= sum(map(_ways, argument[1]))
+        elif kind in ("SUBPATTERN", "ASSERT", "ASSERT_NOT"):
+            ways *= _ways(argument[-1])
+        elif kind == "ATOMIC_GROUP":
+            ways *= _ways(argument)
+        elif kind == "GROUPREF_EXISTS":
+            ways *= _ways(argument[1]) + (_ways(argument[2]) if argument[2] else 1)
+        ways = min(ways, MOST_WAYS + 1)
+    return ways

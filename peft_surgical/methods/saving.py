@@ -15,9 +15,12 @@ from peft_surgical.copies.module import TunedModule
 from peft_surgical.copies.select import original_tensor, token_embeddings
 from peft_surgical.distributed import rank, whole_weights
 from peft_surgical.files.adapter import decode_tensors, encode_tensor, is_encoded
-from peft_surgical.files.base import check_gathered, check_tensors, describe_base, sharded
+from peft_surgical.files.base import base_tensors, with_vocabulary
+from peft_surgical.files.check import check_file, check_gathered, check_tensors, read_state, sharded
+from peft_surgical.files.safetensors_io import TensorFile
 from peft_surgical.layers import unwrap
-from peft_surgical.methods.heads import head_shapes
+from peft_surgical.methods.heads import check_own, embedding_tensors, head_shapes
+from peft_surgical.methods.merging import take_out_unfilled
 from peft_surgical.names import PREFIX, as_attribute, as_in_file, without_engines, without_wrappers
 
 
@@ -39,19 +42,6 @@ def token_shapes(
                 f"{PREFIX}{without_wrappers(path)}{TRAINED_TOKENS}": torch.Size((len(tokens), module.weight.shape[1]))
             }
     return {}
-
-
-def embedding_tensors(model: nn.Module) -> set[str]:
-    """The embeddings' tensors by their names in a file; PEFT saves them along on demand or if they were resized."""
-    found: set[str] = set()
-    for embedding in token_embeddings(model):
-        for path, module in model.named_modules():
-            if module is embedding and module is not None:
-                path = without_wrappers(path).removeprefix(PREFIX)
-                # inside the wrapper of an adapter if they are tuned themselves
-                for name in module.state_dict():
-                    found.update({f"{PREFIX}{path}.{name}", f"{PREFIX}{path}.base_layer.{name}"})
-    return found
 
 
 def prefix_of_peft_model(names: Iterable[str]) -> str:
@@ -113,6 +103,17 @@ class SavedState(BaseTuner):
         """Tells which tensors an adapter's file may hold besides the expected ones."""
         return self._may_be_saved_along(config, model)
 
+    def _hold_file(self, file: TensorFile, config: Any, model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Check the file of an adapter, decode its tensors and keep them for PEFT, which loads them next."""
+        expected, is_known = self._expected_tensors(config, model), self._is_known_tensor(config, model)
+        check_file(file, expected, base_tensors(model), is_known=is_known)
+        copies = config.resolution.copy_names(self._container)
+        bases = {name.in_file: tensors[name.in_base] for _, name in copies if name.in_base in tensors}
+        state = read_state(file, bases)
+        others = embedding_tensors(model).keys() - expected.keys()
+        check_own({name: state.pop(name) for name in list(state) if name in others}, model)
+        config.hold(state)
+
     @classmethod
     def _may_be_saved_along(cls, config: Any, model: nn.Module) -> Callable[[str], bool]:
         """Tells which tensors of the base PEFT may save with an adapter."""
@@ -125,7 +126,7 @@ class SavedState(BaseTuner):
         cls, model: Any, config: Any, adapter_name: str, state_dict: Any, unwanted_adapter_names: Any
     ) -> dict[str, torch.Tensor]:
         if config.base is not None:  # tokens may have been added since the adapter was made
-            config.base = {**config.base, "vocab_size": describe_base(unwrap(model), {})["vocab_size"]}
+            config.base = with_vocabulary(config.base, unwrap(model))
         found = super()._get_adapter_state_dict(model, config, adapter_name, state_dict, unwanted_adapter_names)
         expected = cls._wanted_shapes(config, adapter_name, state_dict)
         if not found:  # under FSDP1 the modules' paths are not the names of their tensors, and PEFT finds none
@@ -162,6 +163,15 @@ class SavedState(BaseTuner):
     def _remap_adapter_state_dict_for_load(
         cls, model: Any, config: Any, adapter_name: str, state_dict: Any
     ) -> dict[str, torch.Tensor]:
+        try:
+            with config.naming_itself():
+                return cls._remap_checked(model, config, adapter_name, state_dict)
+        except ValueError:
+            take_out_unfilled(getattr(model, "base_model", model), adapter_name)
+            raise
+
+    @classmethod
+    def _remap_checked(cls, model: Any, config: Any, adapter_name: str, state_dict: Any) -> dict[str, torch.Tensor]:
         state_dict = {config.present_name(name): tensor for name, tensor in state_dict.items()}
         with whole_weights(model) if is_encoded(state_dict) else nullcontext():
             decoded = decode_state(model, adapter_name, state_dict, cls._remove_adapter_name_from_key)
@@ -176,7 +186,13 @@ class SavedState(BaseTuner):
             source=f"The state for adapter {adapter_name!r}",
             is_known=cls._may_be_saved_along(config, model),
         )
+        # the base's own tensors may be in a file, but are never loaded; only LoRA's bias="all" means them
+        biases = config.peft_type == "STRATIFIED" and config.bias != "none"
+        others = {n: t for n, t in remapped.items() if n not in live and not (biases and n.endswith(".bias"))}
+        check_own(others, model)
+        remapped = {name: tensor for name, tensor in remapped.items() if name not in others}
         config.forget_saved_names()
+        config._is_unfilled = False
         # PEFT may assign what it loads, which would bring the file's dtype and device into the model
         loaded = {name: as_live(live[name], tensor) if name in live else tensor for name, tensor in remapped.items()}
         prefix = prefix_of_peft_model(live)

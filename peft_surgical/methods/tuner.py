@@ -20,7 +20,8 @@ from peft_surgical.copies.module import TunedModule
 from peft_surgical.copies.select import innermost_tuned, matches_any, original_tensor
 from peft_surgical.copies.ties import note_untied
 from peft_surgical.distributed import check_not_prepared
-from peft_surgical.files.base import check_base, check_file, describe_base
+from peft_surgical.files.adapter import touched_names
+from peft_surgical.files.base import base_tensors, check_base, describe_base
 from peft_surgical.methods.before_training import (
     BackwardStart,
     HeldBuffers,
@@ -29,8 +30,14 @@ from peft_surgical.methods.before_training import (
     warn_of_surprises,
 )
 from peft_surgical.methods.combine import add_weighted_adapter
-from peft_surgical.methods.heads import apply_label_settings, head_names, label_settings, resize_heads
-from peft_surgical.methods.merging import delete_adapter, unload
+from peft_surgical.methods.heads import (
+    apply_label_settings,
+    changed_embeddings,
+    head_names,
+    label_settings,
+    resize_heads,
+)
+from peft_surgical.methods.merging import delete_adapter, unload, whole_or_not_at_all
 from peft_surgical.methods.mixed_batch import adapter_names_in_forward
 from peft_surgical.methods.report import TuningReport, tuning_report
 from peft_surgical.methods.resolve import Matching, Resolution, check_adapter_name
@@ -62,7 +69,9 @@ class DeltaTuner(SavedState, BaseTuner):
         check_not_prepared(model, "get_peft_model, PeftModel.from_pretrained or load_adapter")
         if not hasattr(self, "_labels_of_base"):
             self._labels_of_base = label_settings(model)
-        heads = [*(peft_config.modules_to_save or []), *head_names(model, peft_config.task_type)]
+        file, base = peft_config.open_weights(), base_tensors(model)
+        along = changed_embeddings(file, model, base) if file is not None else []
+        heads = [*(peft_config.modules_to_save or []), *head_names(model, peft_config.task_type), *along]
         peft_config.modules_to_save = list(dict.fromkeys(heads)) or None
         peft_config.resolution = self._resolve(peft_config, model)
         tensors = self._touched_tensors(peft_config, model)
@@ -70,18 +79,14 @@ class DeltaTuner(SavedState, BaseTuner):
         parameters = [*tensors.values(), *(p for head in heads for p in head.parameters())]
         self._gathered.enter_context(gather_params_ctx([p for p in parameters if hasattr(p, "ds_id")], None))
         if peft_config.base is None:
-            peft_config.base = describe_base(model, tensors)
+            peft_config.base = describe_base(model, left_out=peft_config.modules_to_save or [])
             if peft_config.labels is None and head_names(model, peft_config.task_type):
                 peft_config.labels = label_settings(model)
         elif peft_config.check_base:
-            check_base(peft_config.base, model, tensors, peft_config.present_name)
-        if (file := peft_config.weights_file()) is not None:
-            check_file(
-                file,
-                self._expected_tensors(peft_config, model),
-                is_known=self._is_known_tensor(peft_config, model),
-                present_name=peft_config.present_name,
-            )
+            touched = {*tensors, *touched_names(file or ())}
+            check_base(peft_config.base, model, {**base, **tensors}, touched, peft_config.present_name)
+        if file is not None:
+            self._hold_file(file, peft_config, model, tensors)
 
     @contextmanager
     def _gathering(self) -> Iterator[None]:
@@ -156,7 +161,7 @@ class DeltaTuner(SavedState, BaseTuner):
         if not given.inference_mode:  # what is loaded is resolved already, and PEFT expects that very config
             self.peft_config[adapter_name] = given.for_one_model()
         self._copied = {}
-        with self._gathering():
+        with self._gathering(), given.naming_itself(), whole_or_not_at_all(self, adapter_name, present):
             super().inject_adapter(model, adapter_name, *args, **kwargs)
         # new modules take the mode of their model, so that an eval() model stays one with dropout in an adapter
         for module in [self, *(module for module in model.modules() if id(module) not in present)]:
@@ -164,6 +169,7 @@ class DeltaTuner(SavedState, BaseTuner):
         note_untied(model)
         leave_fused_path(model, lambda module: isinstance(module, BaseTunerLayer))
         config: Any = self.peft_config[adapter_name]
+        config._is_unfilled = hasattr(config, "_source")
         self._frozen_on_purpose = frozen  # PEFT gives back the flags that it set meanwhile
         self._copied = {}
         if config.labels and self._labels_of_base:

@@ -6,6 +6,7 @@ import shutil
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tiny_models import batch, build
 from transformers import BertForSequenceClassification
@@ -244,10 +245,13 @@ def test_a_diff_can_be_inspected(tmp_path):
 def rename_back(folder) -> None:
     """Make a saved adapter one from before a module of the base was renamed, whose config tells of it."""
     path = folder / "adapter_model.safetensors"
+    with safe_open(path, "pt") as file:
+        before = json.loads(file.metadata()["peft_surgical"])
     save_file({name.replace(".layer.", ".block."): t for name, t in load_file(path).items()}, path)
     config = json.loads((folder / "adapter_config.json").read_text())
-    tensors = config["base"]["tensors"]
-    config["base"]["tensors"] = {name.replace(".layer.", ".block."): mark for name, mark in tensors.items()}
+    base = before["base"]
+    base["tensors"] = {name.replace(".layer.", ".block."): mark for name, mark in base["tensors"].items()}
+    config["base"], config["saved"] = base, None
     config["key_mapping"] = {r"encoder\.block\.": "encoder.layer."}
     (folder / "adapter_config.json").write_text(json.dumps(config))
 

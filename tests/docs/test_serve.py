@@ -84,3 +84,30 @@ def test_what_is_wrong_with_one_task_does_not_touch_the_others(service):
     task, text = next(iter(wanted))
     answer = client.post("/predict", json={"task": task, "text": text})
     assert list(answer.json()["logits"].values()) == wanted[task, text]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        '{"task": "alpha", "text": NaN}',
+        '{"task": NaN, "text": "w1"}',
+        '{"task": "alpha", "text": "w1 \\ud800"}',
+        '{"task": "\\udfff", "text": "w1"}',
+        '{"task": "alpha", "text": "w1", "text_pair": "\\ud800"}',
+        '{"task": "alpha", "text": "' + "w1 " * 10_000 + '"}',
+        '{"task": "alpha", "text": "' + "w1 " * 7_000_000 + '"}',
+        '{"\\ud800": 1}',
+        "[" * 100_000,
+        "{",
+        "",
+        "\xff",
+    ],
+    ids=lambda body: f"{body[:40]} {len(body)}",
+)
+def test_what_cannot_be_answered_is_refused(body, service):
+    client, wanted, _ = service
+    answer = client.post("/predict", content=body.encode("latin-1"), headers={"content-type": "application/json"})
+    assert answer.status_code == (400 if body in ("[" * 100_000, "\xff") else 422), answer.text
+    assert len(answer.text) < 1000
+    task, text = next(iter(wanted))
+    assert client.post("/predict", json={"task": task, "text": text}).status_code == 200

@@ -9,6 +9,7 @@ import pytest
 import torch
 from adapters import METHODS, make, make_config, outputs, save
 from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
+from safetensors import safe_open
 from tiny_models import build
 
 from peft_surgical import StratifiedConfig, SurgicalConfig, rank_layers
@@ -91,7 +92,11 @@ def test_what_is_saved_is_resolved(method, tmp_path):
     """Loading needs neither data nor the depth of the model that a fraction was of."""
     folder = save(make(method, "bert", [1, 3]), tmp_path)
     saved = json.loads((folder / "adapter_config.json").read_text())
-    assert saved["base"]["tensors"]
+    assert saved["base"] is None  # it is in the header of the other file
+    with safe_open(folder / "adapter_model.safetensors", "pt") as file:
+        header = json.loads(file.metadata()["peft_surgical"])
+        assert set(header["checksums"]) == set(file.keys())
+    assert set(header["base"]["tensors"]) == {n for n in build("bert").state_dict() if not n.startswith("classifier")}
     assert saved["labels"]["num_labels"] == 2
     assert "resolution" not in saved
     assert saved["layers"] == [1, 3] if method == "SURGICAL" else saved["strata"][0]["layers"] == [0, 2]

@@ -49,9 +49,10 @@ class StratifiedModel(DeltaTuner, LoraModel):  # type: ignore[misc]
 
     def _prepare_model(self, peft_config: Any, model: nn.Module) -> None:
         LoraModel._prepare_model(self, peft_config, model)
+        peft_config.open_weights()  # which tells of the base
         if peft_config.base is not None and peft_config.check_base:
             # another depth is another base; the strata, which then do not fit either, are not at fault
-            check_base({**peft_config.base, "tensors": {}}, model, {})
+            check_base({**peft_config.base, "tensors": {}}, model, {}, ())
         super()._prepare_model(peft_config, model)
 
     def _resolve(self, config: Any, model: nn.Module) -> Resolution:
@@ -111,7 +112,7 @@ class StratifiedModel(DeltaTuner, LoraModel):  # type: ignore[misc]
     def _may_be_saved_along(cls, config: Any, model: nn.Module) -> Callable[[str], bool]:
         is_known = super()._may_be_saved_along(config, model)
         # LoRA alone may have PEFT's own bias="all", which trains the base's biases and saves them
-        return lambda name: is_known(name) or (name.endswith(".bias") and not config.is_stratified)
+        return lambda name: is_known(name) or (name.endswith(".bias") and config.bias != "none")
 
     def _unite_choice(self, united: Any, configs: Sequence[Any]) -> None:
         stratified = [config.is_stratified for config in configs]

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from adapters import rewrite
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from tiny_models import FAMILIES, batch, build
 
 from peft_surgical import StratifiedConfig
@@ -186,7 +187,7 @@ def test_a_file_that_does_not_fit_is_refused_before_the_model_is_changed(change,
     get_peft_model(build("bert"), spafit("bert")).save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "adapter_model.safetensors")
     change(tensors)
-    save_file(tensors, tmp_path / "adapter_model.safetensors", {"format": "pt"})
+    rewrite(tmp_path, tensors)
     base = build("bert")
     with pytest.raises(ValueError, match=message):
         PeftModel.from_pretrained(base, tmp_path)

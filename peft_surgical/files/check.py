@@ -1,0 +1,248 @@
+"""What a file of an adapter must be: its header, and the names, shapes, dtypes and values of its tensors."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import shutil
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, BinaryIO, Protocol
+
+import numpy as np
+import torch
+
+from peft_surgical.files.adapter import ERROR, SEPARATOR, as_plain, decode_tensors, encoding_of, entry_of, group_parts
+from peft_surgical.files.encodings import Shape, find_encoding
+from peft_surgical.files.safetensors_io import HEADER, Header, TensorFile, checksum, written_aside
+
+
+def read_header(file: BinaryIO) -> tuple[dict[str, Any], int]:
+    """The header of a safetensors file, and where its data begin.
+
+    Raises:
+        ValueError: It is cut off, or no JSON.
+    """
+    length = int.from_bytes(file.read(8), "little")
+    if not 2 <= length <= os.fstat(file.fileno()).st_size - 8:
+        raise ValueError("its header is cut off")
+    return json.loads(file.read(length)), 8 + length
+
+
+def add_header(path: Path, base: Mapping[str, Any]) -> str:
+    """Put the record of the base and checksums into a safetensors file that has none.
+
+    The file is replaced at once, by one with the permissions of any new file.
+
+    Args:
+        path: The file, as it was just written.
+        base: What the base is like, see `describe_base`.
+
+    Returns:
+        What `adapter_config.json` is to know the file by.
+    """
+    with open(path, "rb") as old:
+        entries, start = read_header(old)
+        metadata = entries.pop("__metadata__", {})
+        if (header := Header.parse(metadata)) is not None:
+            return header.saved
+        data = np.frombuffer(mmap.mmap(old.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)[start:]
+        sums = {
+            name: checksum(entry["dtype"], entry["shape"], data[slice(*entry["data_offsets"])])
+            for name, entry in entries.items()
+        }
+        header = Header(dict(base), sums)
+        metadata[HEADER] = json.dumps(asdict(header), separators=(",", ":"))
+        text = json.dumps({"__metadata__": metadata, **entries}, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        with written_aside(path) as aside, open(aside, "wb") as new:
+            new.write(len(text).to_bytes(8, "little") + text)
+            old.seek(start)
+            shutil.copyfileobj(old, new, 1 << 24)
+    return header.saved
+
+
+class Spec(Protocol):
+    """Anything with a shape and a dtype, as a tensor on the meta device."""
+
+    @property
+    def shape(self) -> Any: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+
+def decoded_shapes(
+    specs: Mapping[str, Spec], expected: Mapping[str, Shape], base: Mapping[str, torch.Tensor] | None, source: str
+) -> dict[str, Shape]:
+    """The shapes that a file's tensors will have once decoded, from its header alone.
+
+    Args:
+        specs: The shapes and dtypes in the file, by name.
+        expected: The shapes of the trained tensors, by plain name.
+        base: The base's own tensors by name, if they are known; what stands for one has its dtype, or a floating one.
+        source: What to call the file in errors.
+
+    Raises:
+        ValueError: The parts of an encoded tensor are not just those of an encoding, with the shapes that it needs, or
+            a tensor has a dtype that it cannot have.
+    """
+    decoded: dict[str, Shape] = {}
+    for name, parts in group_parts(specs).items():
+        try:
+            chosen = encoding_of(parts)
+        except ValueError as error:
+            raise ValueError(f"{source}: the tensor {name!r}: {error}") from error
+        if chosen == "values":
+            dtype = parts[""].dtype
+            own = None if base is None else base.get(entry_of(name).name)
+            is_free = base is None or dtype.is_floating_point
+            dtypes = {"": dtype if is_free else getattr(own, "dtype", torch.float32)}
+            needed: Mapping[str, Any] = {"": None}
+            decoded[name] = parts[""].shape
+        else:
+            dtypes = {**find_encoding(chosen).dtypes, ERROR: torch.float32}
+            needed = find_encoding(chosen).part_shapes(expected[name]) if name in expected else {}
+            decoded[name] = expected.get(name, ())
+        for suffix in [*needed, *parts]:
+            key = f"{name}{SEPARATOR}{suffix}" if suffix else name
+            if suffix not in parts:
+                raise ValueError(f"{source} lacks the tensor {key!r}. Save the adapter again.")
+            if suffix not in dtypes:
+                raise ValueError(f"{source} has a tensor {key!r}, which is no part of {chosen!r}. Save it again.")
+            if parts[suffix].dtype != dtypes[suffix]:
+                raise ValueError(
+                    f"{source}: the tensor {key!r} has the dtype {_name(parts[suffix].dtype)}, which must be "
+                    f"{_name(dtypes[suffix])}. Copy the file again, or save the adapter again."
+                )
+            shape = needed.get(suffix)
+            if shape is not None and tuple(parts[suffix].shape) != shape:
+                raise ValueError(
+                    f"{source}: the tensor {key!r} has shape {tuple(parts[suffix].shape)}, this model needs {shape}. "
+                    "Load the adapter onto the base it was trained on."
+                )
+    return decoded
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def check_file(
+    file: TensorFile,
+    expected: Mapping[str, torch.Size],
+    base: Mapping[str, torch.Tensor],
+    *,
+    is_known: Callable[[str], bool] = lambda name: False,
+) -> None:
+    """Check the header of a file of tensors; no values are read.
+
+    Args:
+        file: A safetensors file.
+        expected: The shapes that its tensors should have, by name.
+        base: The base's own tensors, by name.
+        is_known: Whether a tensor that is not expected may be there all the same.
+
+    Raises:
+        ValueError: A tensor is missing, unknown, empty or of another shape or dtype. The message names the file and
+            the first such tensor.
+    """
+    source = str(file.path)
+    shapes = decoded_shapes({name: file.meta(name) for name in file}, expected, base, source)
+    check_tensors({n: torch.Size(s) for n, s in shapes.items()}, expected, source=source, is_known=is_known)
+
+
+def read_state(file: TensorFile, bases: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """All tensors of a file by their names there, decoded where their base is known and has values.
+
+    Args:
+        file: The file of an adapter.
+        bases: The base's own tensors, by the plain names in the file of what is encoded against them.
+
+    Raises:
+        ValueError: A tensor is damaged or cannot be decoded. The message names it and the file.
+    """
+    named = {file.names_in_file[name]: name for name in file}
+    known = {as_plain(key): bases[as_plain(name)] for key, name in named.items() if as_plain(name) in bases}
+    known = {key: base for key, base in known.items() if not base.is_meta}
+    state = {key: file[name] for key, name in named.items()}
+    ready = {key: tensor for key, tensor in state.items() if as_plain(key) in known}
+    try:
+        decoded = decode_tensors(ready, known)
+    except ValueError as error:
+        raise ValueError(f"{file.path}: {error}") from error
+    return {**{key: tensor for key, tensor in state.items() if key not in ready}, **decoded}
+
+
+def check_tensors(
+    shapes: Mapping[str, torch.Size],
+    expected: Mapping[str, torch.Size],
+    *,
+    source: str,
+    is_known: Callable[[str], bool] = lambda name: False,
+) -> None:
+    """Check that tensors are just the expected ones; see `check_file`."""
+    for name in expected:
+        if name not in shapes:
+            raise ValueError(f"{source} lacks the tensor {name!r}, which this adapter trains. Save the adapter again.")
+    for name, shape in shapes.items():
+        if name in expected:
+            if shape.numel() == 0 and expected[name].numel() != 0:
+                raise ValueError(f"{source}: the tensor {name!r} is empty. {_GATHER}")
+            if shape != expected[name]:
+                raise ValueError(
+                    f"{source}: the tensor {name!r} has shape {tuple(shape)}, this model needs "
+                    f"{tuple(expected[name])}. Load the adapter onto the base it was trained on."
+                )
+        elif not is_known(name):
+            raise ValueError(
+                f"{source} has a tensor {name!r} that this adapter's configuration does not account for. Were the two "
+                "files of the adapter saved together?"
+            )
+
+
+def check_gathered(tensors: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Size], *, source: str) -> None:
+    """Check that tensors which are to be saved are whole.
+
+    Args:
+        tensors: The tensors, by name.
+        expected: The shapes that they should have.
+        source: What to call them in errors.
+
+    Raises:
+        ValueError: One is a process's share of a sharded tensor. The message names it.
+    """
+    partial = [name for name, tensor in tensors.items() if 0 < tensor.numel() < expected[name].numel()]
+    for name in sharded(tensors) + partial:
+        raise ValueError(f"{source}: the tensor {name!r} is one process's share of it. {_GATHER}")
+
+
+def sharded(tensors: Mapping[str, torch.Tensor]) -> list[str]:
+    """The names of the tensors that are spread over processes and say so, as those of FSDP2 do."""
+    return [name for name, t in tensors.items() if hasattr(t, "full_tensor") or hasattr(t, "local_shards")]
+
+
+_GATHER = (
+    "Sharded weights must be gathered before they are saved: "
+    "model.save_pretrained(path, state_dict=accelerator.get_state_dict(model), "
+    "is_main_process=accelerator.is_main_process). Trainer does so with fsdp_state_dict_type: FULL_STATE_DICT."
+)
+
+
+class Checked(threading.local):
+    """The tensors that a thread has checked, and decoded, before it puts them into a model: those and no others."""
+
+    source: tuple[Any, Any] | None = None  # the folder or name on the hub, and the subfolder
+    state: dict[str, torch.Tensor] | None = None
+
+    def take(self, source: Any, subfolder: Any) -> dict[str, torch.Tensor] | None:
+        """The tensors from a source, if they are these; they are given once."""
+        state = self.state if self.source == (source, subfolder) else None
+        self.source = self.state = None
+        return state
+
+
+checked = Checked()
