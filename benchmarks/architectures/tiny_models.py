@@ -444,7 +444,7 @@ class _Batch:
         if self.entry.model_type in ("speecht5", "wavlm", "unispeech-sat") or (
             main == "input_values" and self.get("num_mel_bins") is None
         ):
-            return {main: self.floats(self.rows, 2000)}
+            return {main: self.floats(self.rows, 8000)}
         mels = self.get("num_mel_bins", "input_feat_per_channel", "feature_size", "num_mel") or 80
         frames = self.get("max_length") if main == "input_values" else None
         positions = self.get("max_source_positions")
