@@ -198,7 +198,7 @@ def _strata(stack: Any, number: int) -> list[dict[str, Any]]:
 
 
 def _has_biases(module: nn.Module) -> bool:
-    return any(name.endswith("bias") for name, _ in module.named_parameters())
+    return any(name.endswith(".bias") for name, _ in module.named_parameters())
 
 
 def train(model: nn.Module, inputs: dict[str, Any]) -> None:
