@@ -13,6 +13,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from peft_surgical.compat import ExcludedModule, include_all_linear_layers
+from peft_surgical.copies.quantised import is_quantised
 from peft_surgical.copies.select import base_modules, bottom, innermost_tuned, token_embeddings
 from peft_surgical.layers import find_stacks
 from peft_surgical.names import RESERVED, CopyName, base_path, without_wrappers
@@ -145,10 +146,15 @@ def untrained_parameters(model: nn.Module) -> frozenset[str]:
     found: set[str] = set()
     for stack in find_stacks(model).values():
         for layer in stack.layers:
-            frozen = {f"{layer.path}.{n}" for n, p in layer.module.named_parameters() if not p.requires_grad}
-            if len(frozen) < sum(1 for _ in layer.module.parameters()):
-                found |= frozen
-    return frozenset(map(without_wrappers, found))
+            own = {
+                f"{path}.{name}": parameter.requires_grad
+                for path, module in base_modules(layer.path, layer.module)
+                if not is_quantised(module)
+                for name, parameter in module.named_parameters(recurse=False)
+            }
+            if any(own.values()):
+                found |= {without_wrappers(name) for name, is_trained in own.items() if not is_trained}
+    return frozenset(found)
 
 
 def check_adapter_name(name: str, model: nn.Module) -> None:
