@@ -191,10 +191,17 @@ def _strata(stack: Any, number: int) -> list[dict[str, Any]]:
     starts = [0, *(end + 1 for end in ends[:-1])]
     strata = []
     for start, end, tune in zip(starts, ends, tunes, strict=True):
-        if tune == "bitfit" and not _has_biases(stack.layers[start].module):
-            tune = "norm"
+        layers = [layer.module for layer in stack.layers[start : end + 1]]
+        if tune == "bitfit" and not _has_biases(layers[0]):
+            tune = "norm" if _has(layers[0], "norm") else "full"
+        if tune == "lora" and not all(_has(layer, "linear") for layer in layers):
+            tune = "full"
         strata.append({"layers": list(range(start, end + 1)), "tune": tune})
     return strata
+
+
+def _has(module: nn.Module, kind: str) -> bool:
+    return any(kind in type(inner).__name__.lower() for inner in module.modules())
 
 
 def _has_biases(module: nn.Module) -> bool:

@@ -105,7 +105,8 @@ class Walk:
         was_training = model.training
         seen = model.eval()(**inputs).logits
         model.train(was_training)
-        is_exact = self.method == "SURGICAL" or not self.is_enabled
+        # PEFT's LoRA subtracts when it is unmerged, so that its base drifts
+        is_exact = self.method == "SURGICAL" or (self.method == "STRATIFIED" and not self.is_enabled)
         if not (torch.equal(right, seen) if is_exact else torch.allclose(right, seen, atol=2e-4, rtol=2e-4)):
             raise AssertionError(f"differs by {(right - seen).abs().max():.1e}")
 
@@ -217,6 +218,8 @@ class Walk:
         if self.merged or not self.is_enabled or not 2 <= len(self.adapters) <= 3:
             return False
         names, name = self.random.sample(list(self.adapters), 2), self.new_name()
+        if (self.method, self.family) == ("LORA", "bert"):
+            return False  # PEFT combines no heads
         if self.method != "SURGICAL" and len({self.model.peft_config[n].r for n in names}) > 1:
             return False
         weights = [self.random.choice([0.5, 1.0, -0.5]) for _ in names]
@@ -226,12 +229,9 @@ class Walk:
         for key, base in self.base_weights.items():
             sources = [self.adapters[n][key].double() - base.double() for n in names]
             wanted[key] = (base.double() + sum(w * d for w, d in zip(weights, sources, strict=True))).to(base.dtype)
-            if self.method == "LORA" and ".classifier." in f".{key}":  # PEFT combines no heads
-                wanted[key] = self.adapters[names[0]][key]
         seen = self.read(name)
         for key, tensor in wanted.items():
-            if self.method != "LORA" or "classifier" not in key and "score" not in key:
-                torch.testing.assert_close(seen[key], tensor, atol=1e-5, rtol=1e-4)
+            torch.testing.assert_close(seen[key], tensor, atol=1e-5, rtol=1e-4)
         self.adapters[name] = seen
         self.layers[name] = tuple(sorted({i for n in names for i in self.layers[n]}))
         if self.method != "SURGICAL":
