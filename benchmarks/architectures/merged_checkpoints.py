@@ -98,8 +98,9 @@ def table(record: Mapping[str, Any]) -> str:
     rows = [row for row in record["rows"] if "crash" not in row]
     kinds = list(Counter(row["result"] for row in rows))
     head = (
-        f"transformers {record['transformers']}: {len(rows)} architectures whose checkpoints are converted in loading."
+        f"transformers {record['transformers']}: {len(rows)} architectures whose checkpoints are converted in loading"
     )
+    head += f"; {len(record['rows']) - len(rows)} cannot be built, or took too long."
     counts = Counter(row["result"] for row in rows)
     return "\n".join(
         [head, "", markdown(["the merged checkpoint", ""], [[kind, str(counts[kind])] for kind in kinds])]

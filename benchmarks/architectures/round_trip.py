@@ -275,7 +275,7 @@ def outcome(row: Mapping[str, Any], method: str) -> str:
 def table(record: Mapping[str, Any]) -> str:
     """The counts as a table in Markdown."""
     rows = [row for row in record["rows"] if "SURGICAL" in row]
-    others = Counter("cannot be built" if "crash" in row else "skipped" for row in record["rows"] if row not in rows)
+    others = Counter(_why_not(row) for row in record["rows"] if row not in rows)
     kinds = ["right", "refused", "LoRA fails as well", "wrong"]
     lines = []
     for method in METHODS[:2]:
@@ -291,6 +291,12 @@ def table(record: Mapping[str, Any]) -> str:
     refused = [[f"`{why}`", str(count)] for why, count in reasons.most_common()]
     parts = [head, "", markdown(["", *kinds], lines)]
     return "\n".join([*parts, *(["", markdown(["refused with", ""], refused)] if refused else [])])
+
+
+def _why_not(row: Mapping[str, Any]) -> str:
+    if "crash" in row:
+        return "took too long" if row["crash"].startswith("took longer") else "cannot be built"
+    return "skipped, for their own answers differ from call to call"
 
 
 def _words(why: str) -> str:
