@@ -7,7 +7,11 @@ refused with what to do. What a private function *computes* is held by `tests/te
 
 from __future__ import annotations
 
+import copy
+import re
 import sys
+from collections.abc import Callable, Container, Mapping
+from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
 
@@ -76,7 +80,12 @@ PRIVATE_NAMES: dict[str, tuple[str, ...]] = {
 }
 if int(transformers.__version__.partition(".")[0]) >= 5:  # what it converts when it reads a checkpoint
     PRIVATE_NAMES["transformers.conversion_mapping"] = ("get_model_conversion_mapping",)
-    PRIVATE_NAMES["transformers.core_model_loading"] = ("WeightConverter", "WeightRenaming", "rename_source_key")
+    PRIVATE_NAMES["transformers.core_model_loading"] = (
+        "WeightConverter",
+        "WeightRenaming",
+        "rename_source_key",
+        "apply_renamings",
+    )
 
 
 def require(owner: Any, *names: str) -> None:
@@ -147,6 +156,119 @@ def add_peft_type(name: str) -> PeftType:
     return member
 
 
+# ---- how transformers names and converts the tensors of checkpoints
+
+
+@dataclass
+class ConvertedTensors:
+    """Tensors of a checkpoint that make up tensors of a model together.
+
+    Args:
+        name: The first name in the model, as transformers gives it.
+        converter: What transformers converts them with.
+        patterns: The tensors of the checkpoint, each with the pattern that its name has.
+        renamed: Their names, by what they are called when they are converted.
+        names: What transformers calls the tensors that they become, by their names in the model.
+    """
+
+    name: str
+    converter: Any
+    patterns: dict[str, str] = field(default_factory=dict)
+    renamed: dict[str, str] = field(default_factory=dict)
+    names: dict[str, str] = field(default_factory=dict)
+
+    def convert(self, read: Callable[[str], torch.Tensor], model: nn.Module) -> dict[str, torch.Tensor]:
+        """The model's tensors, from the checkpoint's."""
+        converter = copy.deepcopy(self.converter)
+        for source in sorted(self.patterns, key=_natural_order):
+            converter.add_tensor(self.name, source, self.patterns[source], read(source))
+        return _converted(converter, self.name, model)
+
+    def revert(self, values: Mapping[str, torch.Tensor], model: nn.Module) -> dict[str, torch.Tensor]:
+        """The checkpoint's tensors, from the model's.
+
+        Raises:
+            ValueError: transformers does not know how to convert them back.
+        """
+        converters: dict[str, Any] = {}
+        for name, value in values.items():
+            converter = self.converter.reverse_transform()
+            renamed, pattern = converter.rename_source_key(self.names[name])
+            converters.setdefault(renamed, converter).add_tensor(renamed, self.names[name], pattern, value)
+        made = {}
+        prefix = getattr(model, "base_model_prefix", "")
+        for renamed, converter in converters.items():
+            for name, tensor in _converted(converter, renamed, model).items():
+                made[self.renamed.get(with_prefix(name, prefix, self.renamed), name)] = tensor
+        if set(made) != set(self.patterns):
+            raise ValueError(
+                f"transformers {transformers.__version__} makes {', '.join(self.names)} of {', '.join(self.patterns)} "
+                f"and {', '.join(made)} of these: they cannot be written as the checkpoint has them."
+            )
+        return made
+
+
+def loading_rules(model: nn.Module, prefix: str, wanted: Mapping[str, torch.Tensor]) -> tuple[Any, Any]:
+    """How transformers renames and converts the tensors of this model's checkpoints while it loads them.
+
+    Args:
+        model: The model.
+        prefix: What the bare model is called in one with a head.
+        wanted: The model's tensors by name.
+
+    Returns:
+        A function from a name in a checkpoint to the name in the model and the `ConvertedTensors` that it belongs to,
+        if any; and a function that gives all of these, once all names were asked for.
+    """
+    try:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightConverter, WeightRenaming, apply_renamings, rename_source_key
+    except ImportError:  # before version 5 names were changed, and nothing converted
+        return lambda source: (_renamed_before_5(source, model), None), lambda: []
+    rules = get_model_conversion_mapping(model)  # type: ignore[arg-type]
+    renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
+    converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+    by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
+    found: dict[str, ConvertedTensors] = {}
+
+    def rename(source: str) -> tuple[str, ConvertedTensors | None]:
+        name, pattern = rename_source_key(source, renamings, converters, prefix, wanted)  # type: ignore[arg-type]
+        if pattern is None:
+            return name, None
+        group = found.setdefault(name, ConvertedTensors(name, by_pattern[pattern]))
+        group.patterns[source] = pattern
+        group.renamed[apply_renamings(source, renamings)] = source
+        return name, group
+
+    return rename, found.values
+
+
+def with_prefix(name: str, prefix: str, wanted: Container[str]) -> str:
+    """The name with the bare model's prefix put on or taken off, if the model has it so."""
+    if name not in wanted:
+        for other in (f"{prefix}.{name}", name.removeprefix(f"{prefix}.")):
+            if prefix and other in wanted:
+                return other
+    return name
+
+
+def _converted(converter: Any, name: str, model: Any) -> dict[str, torch.Tensor]:
+    made = converter.convert(name, model=model, config=model.config)
+    return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+
+
+def _renamed_before_5(source: str, model: nn.Module) -> str:
+    for pattern, replacement in (getattr(model, "_checkpoint_conversion_mapping", None) or {}).items():
+        renamed, count = re.subn(pattern, re.sub(r"\(.*\)", "", replacement.lstrip("^")), source)
+        if count:
+            return renamed
+    return re.sub("gamma$", "weight", re.sub("beta$", "bias", source))
+
+
+def _natural_order(name: str) -> list[tuple[int, int, str]]:
+    return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in name.split(".")]
+
+
 check_private_names()
 
 # under public names, for the rest of the package
@@ -161,6 +283,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten  # noqa: 
 
 __all__ = [
     "PRIVATE_NAMES",
+    "ConvertedTensors",
     "ExcludedModule",
     "TreeSpec",
     "add_peft_type",
@@ -169,9 +292,11 @@ __all__ = [
     "get_submodules",
     "include_all_linear_layers",
     "insert_adapter_name",
+    "loading_rules",
     "parse_pattern",
     "require",
     "tree_flatten",
     "tree_unflatten",
     "unknown_release",
+    "with_prefix",
 ]

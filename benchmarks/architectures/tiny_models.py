@@ -122,22 +122,61 @@ _SMALL: list[tuple[str, int]] = [  # the first pattern that matches a number's n
     (r"num_conv_pos_embeddings", 16),
     (r"num_queries", 8),
 ]
-# What names do not tell. `@` leaves out what the patterns would change.
-SPECIAL: dict[str, dict[str, Any]] = {}
+_PER_LAYER = "layer_types|layers_block_type|mlp_layer_types|block_types|layers_types"
+_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+# what names do not tell
+SPECIAL: dict[str, dict[str, Any]] = {
+    "codegen": {"rotary_dim": 4},
+    "gptj": {"rotary_dim": 4},
+    "reformer": {"is_decoder": True},
+    "gpt_neo": {"attention_types": [[["global", "local"], 2]], "num_layers": 4},
+    "xlnet": {"d_head": 8},
+    "xmod": {"languages": ["en_XX"], "default_language": "en_XX"},
+    "zamba": {"attention_hidden_size": 64, "attention_head_dim": 16, "num_hidden_layers": 4, "n_mamba_heads": 2},
+    "deepseek_v2": {"num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "topk_method": "greedy"},
+    "esm": {"vocab_size": VOCABULARY, "pad_token_id": 1, "mask_token_id": 32},
+    "dpt": {"neck_hidden_sizes": [8, 8, 8, 8], "backbone_out_indices": [0, 1, 2, 3], "is_hybrid": False},
+    "mamba2": {"num_heads": 8, "head_dim": 8, "hidden_size": 32, "expand": 2},
+    "bamba": {"attn_layer_indices": [1], "mamba_n_heads": 8, "mamba_d_head": 8},
+    "falcon_h1": {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_ssm": 64},
+    "zamba2": {"mamba_ngroups": 1, "n_mamba_heads": 8},
+    "gemma3n_text": {"intermediate_size": 64},
+    "jamba": {"attn_layer_offset": 1, "attn_layer_period": 2, "expert_layer_offset": 1, "expert_layer_period": 2},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 2, "mamba_n_heads": 8, "mamba_d_head": 8},
+    "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "n_shared_experts": 1},
+    "dbrx": {"attn_config": {"rope_theta": 10000.0, "kv_n_heads": 2, "clip_qkv": 8}},
+    "bailing_hybrid": {"num_experts": 8},
+    "kimi_linear": {"num_experts": 8},
+    **dict.fromkeys(("hunyuan_v1_dense", "hunyuan_v1_moe", "ministral"), {"rope_parameters": _ROPE}),
+    **dict.fromkeys(
+        ("qwen2_vl", "qwen2_5_vl", "glm4v", "glm4v_moe", "glm46v", "glm_ocr", "glmga", "colqwen2"),
+        {"text_config": {"rope_parameters": {**_ROPE, "mrope_section": [2, 1, 1]}}},
+    ),
+    "blenderbot": {"encoder_layers": 4, "decoder_layers": 4},
+    "efficientnet": {"num_blocks": 4, "width_coefficient": 0.25, "depth_coefficient": 0.3},
+    "align": {"vision_config": {"width_coefficient": 0.25, "depth_coefficient": 0.3}},
+    "wav2vec2-bert": {"feature_projection_input_dim": 80},
+}
 
 
 def tiny_config(entry: Architecture, level: int = 0) -> Any:
     """The smallest config of a model type that is tried at a level: 0 changes most, 2 only depth and vocabulary."""
     kind = configuration_auto.CONFIG_MAPPING[entry.model_type]
     options = _shrink(kind(), level)
-    options.update(SPECIAL.get(entry.model_type, {}))
-    if entry.task in ("seq2seq", "speech-seq2seq") and getattr(kind(), "decoder_start_token_id", None) is None:
-        options["decoder_start_token_id"] = 0
-    if "labels" not in entry.task and any(
-        entry.task.endswith(end) for end in ("classification", "xvector", "segmentation")
-    ):
+    for name, value in SPECIAL.get(entry.model_type, {}).items():
+        is_part = isinstance(value, dict) and isinstance(options.get(name), dict)
+        options[name] = {**options[name], **value} if is_part else value
+    if any(entry.task.endswith(end) for end in ("classification", "xvector", "segmentation")):
         options["num_labels"] = 3
-    return kind(**options)
+    config = kind(**options)
+    expected = getattr(transformers, entry.class_name).config_class
+    if isinstance(expected, type) and not isinstance(config, expected):
+        config = config.get_text_config(decoder=True)  # the class is of a part of what the config describes
+    if getattr(config, "is_encoder_decoder", False) or "seq2seq" in entry.task:
+        for name in ("pad_token_id", "decoder_start_token_id"):
+            if getattr(config, name, None) is None:
+                setattr(config, name, 0)
+    return config
 
 
 _KEPT = (
@@ -153,34 +192,35 @@ _KEPT = (
 
 
 def _shrink(config: Any, level: int) -> dict[str, Any]:
-    options: dict[str, Any] = {}
-    for name, value in config.to_dict().items():
-        own = getattr(config, name, value)
+    """The options that are to be smaller than by default; what is derived from them is not among them."""
+    present, options = config.to_dict(), {}
+    for name, value in present.items():
+        own = config.__dict__.get(name, value)
         if name in _KEPT or name.startswith("_"):
             continue
         if isinstance(own, transformers.PretrainedConfig):
             options[name] = {"model_type": own.model_type, **_shrink(own, level)}
-        else:
-            options[name] = _small(name, value, level)
-    for name, value in config.to_dict().items():
-        if re.fullmatch(r".*(key_value_heads|kv_heads)", name) and value == config.to_dict().get(
-            "num_attention_heads", value
+        elif name in ("out_features", "out_indices", "stage_names"):
+            continue  # of a backbone, which are those of all its layers
+        elif name.endswith(("_token_id", "_token_index", "_token_ids")):
+            options[name] = _token(name, value)
+        elif re.fullmatch(r"(num_)?(.*_)?(key_value_heads|kv_heads)", name) and value == present.get(
+            "num_attention_heads"
         ):
             options[name] = HEADS  # no groups: multi-head or latent attention
+        else:
+            options[name] = _small(name, value, level)
     depth = next(
         (options[n] for n in ("num_hidden_layers", "n_layer", "num_layers") if isinstance(options.get(n), int)), None
     )
-    for name, value in options.items():
-        if name.endswith("_token_id") or name.endswith("_token_index") or name.endswith("_token_ids"):
-            options[name] = _token(name, value)
-        elif (
-            isinstance(value, list)
-            and depth
-            and re.search("layer_types|layers_block_type|mlp_layer_types|block_types", name)
-        ):
+    for name, value in present.items():
+        if isinstance(value, list) and depth and re.search(_PER_LAYER, name):
             kinds = list(dict.fromkeys(value))
             options[name] = (kinds * depth)[:depth]
-    return options
+        elif name == "per_layer_config" and value and depth:
+            small = {key: _small(key, v, level) for key, v in next(iter(value.values())).items()}
+            options[name] = {depth - 1: small}
+    return {name: value for name, value in options.items() if value != present[name] or isinstance(value, dict)}
 
 
 def _token(name: str, value: Any) -> Any:
@@ -311,6 +351,9 @@ def batch(
     return make.inputs()
 
 
+_NEEDED = {"bros": ("bbox",), "vilt": ("pixel_values",), "blip": ("pixel_values",), "git": ("pixel_values",)}
+
+
 class _Batch:
     def __init__(self, model: nn.Module, entry: Architecture, seed: int, lengths: Sequence[int], side: str):
         self.model, self.entry, self.lengths, self.side = model, entry, lengths, side
@@ -330,6 +373,8 @@ class _Batch:
             made = self.text()
         elif main == "pixel_values":
             made = {"pixel_values": self.image()}
+            if task in _TEXT_LOSSES and "input_ids" in takes:
+                made.update(self.text())
         elif main in ("pixel_values_videos",):
             made = {main: self.image(frames=True)}
         elif main in ("input_values", "input_features", "audio_values"):
@@ -337,7 +382,9 @@ class _Batch:
         else:
             raise RuntimeError(f"no rule for the input {main}")
         for needed in ("bbox", "image", "pixel_values"):
-            if needed in takes and takes[needed].default is inspect.Parameter.empty and needed not in made:
+            is_needed = takes[needed].default is inspect.Parameter.empty if needed in takes else False
+            is_needed |= needed in _NEEDED.get(self.entry.model_type, ())
+            if is_needed and needed not in made:
                 if needed == "bbox":
                     made["bbox"] = torch.zeros((*made["input_ids"].shape, 4), dtype=torch.long)
                 else:
@@ -377,7 +424,11 @@ class _Batch:
         if self.entry.task == "multiple-choice":
             made = {name: value[:, None].repeat(1, 2, 1) for name, value in made.items()}
             made["input_ids"][:, 1, 0] += 1
-        if "attention_mask" not in self.takes and not any(p.kind is p.VAR_KEYWORD for p in self.takes.values()):
+        if (
+            self.entry.task != "contrastive"
+            and "attention_mask" not in self.takes
+            and not any(p.kind is p.VAR_KEYWORD for p in self.takes.values())
+        ):
             del made["attention_mask"]
         return made
 
@@ -385,13 +436,15 @@ class _Batch:
         size = self.get("image_size", "img_size", "crop_size") or 32
         height, width = (size, size) if isinstance(size, int) else list(size)[-2:]
         channels = self.get("num_channels", "in_channels", "in_chans") or 3
-        if frames:
+        if frames or self.entry.task == "video-classification":
             return self.floats(self.rows, self.get("num_frames", "frames_per_clip") or 2, channels, height, width)
         return self.floats(self.rows, channels, height, width)
 
     def audio(self, main: str) -> dict[str, torch.Tensor]:
-        if main == "input_values" and self.get("num_mel_bins") is None:
-            return {main: self.floats(self.rows, 2000)}
+        if self.entry.model_type in ("speecht5", "wavlm", "unispeech-sat") or (
+            main == "input_values" and self.get("num_mel_bins") is None
+        ):
+            return {main: self.floats(self.rows, 8000)}
         mels = self.get("num_mel_bins", "input_feat_per_channel", "feature_size", "num_mel") or 80
         frames = self.get("max_length") if main == "input_values" else None
         positions = self.get("max_source_positions")
@@ -445,7 +498,7 @@ class _Batch:
             return {"labels": torch.nn.functional.one_hot(self.integers(classes, self.rows, frames), classes)}
         if task == "masked-image":
             size = self.get("image_size")
-            patch = self.get("patch_size") * (self.get("encoder_stride") or 0 if False else 1)
+            patch = self.get("patch_size")
             return {"bool_masked_pos": self.integers(2, self.rows, (size // patch) ** 2).bool()}
         if task == "speech-seq2seq":
             return {"labels": self.integers(70, self.rows, 5, low=5)}
@@ -472,7 +525,7 @@ def over(
     function: Callable[[Architecture], dict[str, Any]],
     entries: Sequence[Architecture],
     *,
-    seconds: float = 120,
+    seconds: float = 60,
     processes: int = 1,
 ) -> Iterator[tuple[Architecture, dict[str, Any]]]:
     """Calls a function for each entry in a forked process of its own, in order.

@@ -71,7 +71,9 @@ def merge(
     dtype: Annotated[
         str | None, typer.Option(help="Write float32, bfloat16 or float16; by default what the base has.")
     ] = None,
-    max_shard_size: Annotated[str, typer.Option(help="Split the weights into files of this size.")] = "5GB",
+    max_shard_size: Annotated[
+        str | None, typer.Option(help="Split the weights into files of this size; by default as the base's are.")
+    ] = None,
 ) -> None:
     """Write a checkpoint that plain transformers, and every server, loads. The base is not changed."""
     import torch

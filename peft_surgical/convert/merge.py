@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import transformers
@@ -16,11 +17,11 @@ from torch import nn
 from tqdm import tqdm
 from transformers import AutoConfig
 
-from peft_surgical.files.adapter import AdapterFile, Entry, touched_names
+from peft_surgical.files.adapter import AdapterFile, touched_names
 from peft_surgical.files.base import check_base
 from peft_surgical.files.check import checked
 from peft_surgical.files.checkpoint import TASKS, Checkpoint, ModelTensors, architecture_of, bare_class_of, empty_model
-from peft_surgical.files.safetensors_io import reset_mode, write_checkpoint, written_aside
+from peft_surgical.files.safetensors_io import write_checkpoint, written_aside
 from peft_surgical.methods.config import DeltaConfig, open_adapter
 from peft_surgical.methods.heads import apply_label_settings
 
@@ -31,12 +32,13 @@ def merge_checkpoint(
     output: str | os.PathLike,
     *,
     dtype: torch.dtype | None = None,
-    max_shard_size: int | str = "5GB",
+    max_shard_size: int | str | None = None,
     progress: bool = False,
 ) -> nn.Module:
     """Write the model that a base and an adapter make together, as an ordinary checkpoint of transformers.
 
-    A SURGICAL adapter is merged tensor by tensor, one file of the result at a time; any other is loaded with its base
+    It has the names, dtypes and files of the base's checkpoint, so that whatever loads that one loads it too. A
+    SURGICAL adapter is merged tensor by tensor, one file of the result at a time; any other is loaded with its base
     and merged by PEFT.
 
     Args:
@@ -44,7 +46,8 @@ def merge_checkpoint(
         adapter: The adapter: a folder, or its name on the hub.
         output: The folder to write to. The base's tokenizer and other small files are copied along.
         dtype: The dtype of all floating tensors; by default that of the base's.
-        max_shard_size: The size at which the weights are split into several files.
+        max_shard_size: The size at which the weights are split into several files; by default they are divided as the
+            base's are.
         progress: Whether to show a progress bar.
 
     Returns:
@@ -58,17 +61,17 @@ def merge_checkpoint(
     if folder.resolve() == before.folder.resolve():
         raise ValueError(f"output={str(output)!r} is the base itself, which a merge never writes to.")
     model = merged_model(before, saved)
+    if saved.config.peft_type == "SURGICAL":
+        merge = _Merge(before, model, _from_file(saved))
+        check_adapter(saved, merge.old)
+    else:
+        merged: Any = adapted_model(before, saved).merge_and_unload()
+        merge = _Merge(before, merged, _from_memory(merged))
+    size = None if max_shard_size is None else convert_file_size_to_int(max_shard_size)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with written_aside(folder) as aside:
         aside.mkdir()
-        if saved.config.peft_type == "SURGICAL":
-            _merge_by_tensor(model, before, saved, aside, dtype, convert_file_size_to_int(max_shard_size), progress)
-        else:
-            merged: Any = adapted_model(before, saved).merge_and_unload()
-            merged = merged if dtype is None else merged.to(dtype)
-            merged.save_pretrained(aside, max_shard_size=max_shard_size)
-            for file in aside.glob("*.safetensors"):
-                reset_mode(file)
+        merge.write(aside, dtype, size, progress)
         for path in before.side_files():
             shutil.copy(path, aside / path.name)
     return model
@@ -107,58 +110,126 @@ def _architecture(config: Any, saved: AdapterFile, record: Mapping[str, Any]) ->
     return next((bare + ending for ending in endings if hasattr(transformers, bare + ending)), own)
 
 
-def _merge_by_tensor(
-    model: Any,
-    before: Checkpoint,
-    saved: AdapterFile,
-    folder: Path,
-    dtype: torch.dtype | None,
-    max_shard_size: int,
-    progress: bool,
-) -> None:
-    old = ModelTensors(before, model)
-    check_adapter(saved, old)
-    sources = _sources(model, old, saved)
-    shapes = model.state_dict()
-    plan: dict[str, torch.Tensor] = {}
-    for name, entry in sources.items():
-        stored = saved.file.meta(next(iter(entry.keys().values()))) if entry and name not in old else old.meta(name)
-        kept = dtype if dtype and stored.is_floating_point() else stored.dtype
-        plan[name] = shapes[name].to(kept)
+class _Replacement(NamedTuple):
+    """What an adapter has for a tensor of the model: its dtype, and the function from the base's value to its own."""
 
-    def read(name: str) -> torch.Tensor:
-        bar.update()
-        entry, base = sources[name], old.get(name)
-        value = base if entry is None else saved.decode(entry, base)
-        assert value is not None
-        return value.to(plan[name].dtype)
-
-    with tqdm(total=len(plan), disable=not progress, desc="Merging") as bar:
-        write_checkpoint(folder, plan, read, max_shard_size)
-    model.config.architectures = [type(model).__name__]
-    if dtype is not None:
-        model.config.dtype = dtype
-    model.config.save_pretrained(folder)
+    dtype: torch.dtype
+    value: Callable[[torch.Tensor | None], torch.Tensor]
 
 
-def _sources(model: nn.Module, old: ModelTensors, saved: AdapterFile) -> dict[str, Entry | None]:
-    """What the adapter has for each tensor of the merged model, None for the base's own; tied ones come once."""
-    names = model.state_dict()
-    replaced = {entry.name: entry for entry in saved.entries}
-    if unknown := [name for name in replaced if name not in names]:
-        raise ValueError(f"{saved.source} has {unknown[0]!r}, which a {type(model).__name__} does not have.")
-    found: dict[str, Entry | None] = {}
-    for name in names:
-        aliases = old.aliases.get(name, [])
-        if any(alias in found for alias in aliases):
-            continue
-        found[name] = next((replaced[n] for n in (name, *aliases) if n in replaced), None)
-        if found[name] is None and name not in old:
-            raise ValueError(
-                f"Neither {old.checkpoint.source} nor {saved.source} has {name!r}, which a {type(model).__name__} "
-                "needs. Name a base that has it."
-            )
+def _from_file(saved: AdapterFile) -> dict[str, _Replacement]:
+    found = {}
+    for entry in saved.entries:
+        dtype = saved.file.meta(next(iter(entry.keys().values()))).dtype
+        found[entry.name] = _Replacement(dtype, functools.partial(saved.decode, entry))
     return found
+
+
+def _from_memory(merged: nn.Module) -> dict[str, _Replacement]:
+    def always(tensor: torch.Tensor) -> _Replacement:
+        return _Replacement(tensor.dtype, lambda base: tensor)
+
+    return {name: always(tensor) for name, tensor in merged.state_dict().items()}
+
+
+class _Merge:
+    """A merged checkpoint, with the names that the base's checkpoint has.
+
+    Args:
+        before: The base.
+        model: The merged model; it may be on the meta device.
+        replaced: What the adapter has, by the model's names.
+    """
+
+    def __init__(self, before: Checkpoint, model: Any, replaced: Mapping[str, _Replacement]):
+        self.before, self.model, self.replaced = before, model, replaced
+        self.old = ModelTensors(before, model)
+        self.shapes = model.state_dict()
+        if unknown := [name for name in replaced if name not in self.shapes]:
+            raise ValueError(f"The adapter has {unknown[0]!r}, which a {type(model).__name__} does not have.")
+        self._converted: dict[str, torch.Tensor] = {}  # what was made together with a tensor and is not yet written
+        self.names = self._names()
+
+    def _names(self) -> dict[str, str]:
+        """The merged checkpoint's names, and the base checkpoint's or the model's that they come from."""
+        is_same_class = architecture_of(AutoConfig.from_pretrained(self.before.folder)) == type(self.model).__name__
+        prefix = getattr(self.model, "base_model_prefix", "")
+        names: dict[str, str] = {}
+        for source in self.before:
+            if is_same_class:
+                names[source] = source
+            elif source in self.old.names:  # of a bare model and one with a head, one has a prefix
+                whole = self.old.names[source][0].startswith(f"{prefix}.") or not prefix
+                bare = source.removeprefix(f"{prefix}.")
+                names[f"{prefix}.{bare}" if prefix and whole else bare] = source
+        for name in self.shapes:
+            if name not in self.old:
+                if any(alias in names for alias in self.old.aliases.get(name, [])):
+                    continue
+                if self._replacement(name) is None:
+                    raise ValueError(
+                        f"Neither {self.before.source} nor the adapter has {name!r}, which a "
+                        f"{type(self.model).__name__} needs. Name a base that has it."
+                    )
+                names[name] = name
+        return names
+
+    def _replacement(self, name: str) -> _Replacement | None:
+        """What the adapter has for a tensor of the model, under whichever of its names if it is tied."""
+        return next((self.replaced[n] for n in (name, *self.old.aliases.get(name, [])) if n in self.replaced), None)
+
+    def write(self, folder: Path, dtype: torch.dtype | None, max_shard_size: int | None, progress: bool) -> None:
+        plan: dict[str, torch.Tensor] = {}
+        for name, source in self.names.items():
+            stored = self._meta(source)
+            plan[name] = stored.to(dtype) if dtype and stored.is_floating_point() else stored
+        place = None if max_shard_size else self._place()
+        folder.mkdir(parents=True, exist_ok=True)
+        with tqdm(total=len(plan), disable=not progress, desc="Merging") as bar:
+
+            def read(name: str) -> torch.Tensor:
+                bar.update()
+                return self._value(self.names[name]).to(plan[name].dtype)
+
+            write_checkpoint(folder, plan, read, max_shard_size or convert_file_size_to_int("5GB"), place)
+        self.model.config.architectures = [type(self.model).__name__]
+        if dtype is not None:
+            self.model.config.dtype = dtype
+        self.model.config.save_pretrained(folder)
+
+    def _place(self) -> dict[str, str] | None:
+        """The files of the base's checkpoint; what it lacks goes into the last. None for PyTorch's own files."""
+        files = {name: self.before.file_of(source) for name, source in self.names.items() if source in self.before}
+        if not files or None in files.values():
+            return None
+        last = max(filter(None, files.values()))
+        return {name: files.get(name) or last for name in self.names}
+
+    def _meta(self, source: str) -> torch.Tensor:
+        """Shape and dtype of a tensor of the merged checkpoint."""
+        if source not in self.before:
+            replacement = self._replacement(source)
+            assert replacement is not None
+            return self.shapes[source].to("meta", replacement.dtype)
+        stored = self.before.meta(source)
+        names = self.old.names.get(source, [])
+        is_itself = names and self.old.group_of(source) == [source] and len(names) == 1
+        return self.shapes[names[0]].to("meta", stored.dtype) if is_itself else stored
+
+    def _value(self, source: str) -> torch.Tensor:
+        if source in self._converted:
+            return self._converted.pop(source)
+        names = self.old.names.get(source, [])
+        if source in self.before and not any(self._replacement(name) for name in names):
+            return self.before[source]
+        values = {}
+        for name in names or [source]:
+            base, replacement = self.old.get(name), self._replacement(name)
+            value = base if replacement is None else replacement.value(base)
+            assert value is not None
+            values[name] = value.detach()
+        self._converted.update(self.old.in_checkpoint(source, values) if names else values)
+        return self._converted.pop(source)
 
 
 def check_adapter(saved: AdapterFile, old: ModelTensors) -> None:

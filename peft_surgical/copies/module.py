@@ -8,7 +8,7 @@ behind.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, MutableMapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -79,6 +79,7 @@ class TunedModule(nn.Module, BaseTunerLayer):
         init_weights: bool = True,
         inference_mode: bool = False,
         shared: dict[int, nn.Parameter] | None = None,
+        untrained: Container[str] = (),
     ) -> None:
         """Add an adapter, or start an existing one afresh, from the base's own values (also while one is merged).
 
@@ -87,17 +88,17 @@ class TunedModule(nn.Module, BaseTunerLayer):
             names: The tensors to copy, by their name in the module.
             init_weights: Whether the copies start as the base's values. False adds noise, for tests.
             inference_mode: Whether the copies stay frozen.
-            shared: Copies made so far for this adapter, by `id` of the base's parameter, so that parameters that are
-                tied in the base stay tied in the adapter.
+            shared: Copies made so far for this adapter, by `id` of the base's parameter: what is tied there stays
+                tied in the adapter.
+            untrained: The parameters that are copied as buffers are, and not trained.
         """
         shared = {} if shared is None else shared
         copies: dict[str, torch.Tensor] = {}
         for name in names:
             base = self.base_tensor(name)
             value = self._originals.get(name, base).detach()
-            if isinstance(base, nn.Parameter):
-                key = self.identity(name)
-                if key not in shared:
+            if isinstance(base, nn.Parameter) and name not in untrained:
+                if (key := self.identity(name)) not in shared:
                     value = value.clone() if init_weights else value + 0.1 * torch.randn_like(value)
                     shared[key] = nn.Parameter(value)
                 copies[name] = shared[key]

@@ -54,7 +54,9 @@ def admit_untied_embeddings(model: Any) -> None:
     embeddings, head = (getattr(module, "weight", None) for module in token_embeddings(model))
     if embeddings is None or head is None or not getattr(config, "tie_word_embeddings", False):
         return
-    if embeddings.data_ptr() != head.data_ptr():
+    # the head may be tied to other embeddings than the model's first: those of its decoder
+    is_tied = sum(p is head for _, p in model.named_parameters(remove_duplicate=False)) > 1
+    if embeddings.data_ptr() != head.data_ptr() and not is_tied:
         logger.info("The head and the embeddings no longer share their weights: tie_word_embeddings is set to False.")
         config.tie_word_embeddings = model.config.tie_word_embeddings = False
 

@@ -6,12 +6,9 @@ checkpoint make up one of the model (experts). Tied tensors may be stored once o
 
 from __future__ import annotations
 
-import copy
 import json
 import os
-import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +18,7 @@ from peft import TaskType
 from torch import nn
 from transformers import AutoConfig, PretrainedConfig
 
+from peft_surgical.compat import ConvertedTensors, loading_rules, with_prefix
 from peft_surgical.files.safetensors_io import TensorFile, download, read_pickled
 
 
@@ -74,6 +72,11 @@ class Checkpoint:
         file = self._where[name]
         return file.meta(name) if isinstance(file, TensorFile) else file[name].to("meta")
 
+    def file_of(self, name: str) -> str | None:
+        """The safetensors file that holds a tensor; None if it is one of PyTorch's own."""
+        file = self._where[name]
+        return file.path.name if isinstance(file, TensorFile) else None
+
     def side_files(self) -> list[Path]:
         """The tokenizer's and other small files beside config and weights."""
         found = [path for pattern in _SIDE_FILES for path in sorted(self.folder.glob(pattern))]
@@ -105,17 +108,49 @@ class ModelTensors(Mapping[str, torch.Tensor]):
         self.aliases = tied_names(model)
         wanted = model.state_dict()
         self._model = model
-        self._sources: dict[str, str | _Group] = {}
-        self.unknown: list[str] = []
+        self._sources: dict[str, str | ConvertedTensors] = {}
+        self._groups: dict[str, ConvertedTensors] = {}  # by the names in the checkpoint
+        self.names: dict[str, list[str]] = {}
+        """The names in the model of what each tensor of the checkpoint becomes, or is a part of."""
         for name, source, group in _translate(checkpoint, model, wanted):
-            if name not in wanted:
-                self.unknown.append(source)
-            elif group is None or name not in self._sources:
-                self._sources[name] = source if group is None else group
+            sources = [source] if group is None else list(group.patterns)
+            if name in wanted:
+                if group is None or name not in self._sources:
+                    self._sources[name] = source if group is None else group
+                for part in sources:
+                    self.names.setdefault(part, []).append(name)
+            if group is not None:
+                self._groups.update(dict.fromkeys(sources, group))
         for name in wanted:
             for alias in self.aliases.get(name, []):
                 if alias in self._sources:
                     self._sources.setdefault(name, self._sources[alias])
+
+    @property
+    def unknown(self) -> list[str]:
+        """The tensors of the checkpoint that the model does not have."""
+        return [source for source in self.checkpoint if source not in self.names]
+
+    def group_of(self, source: str) -> list[str]:
+        """All tensors of the checkpoint that make up one of the model together with this one, itself among them."""
+        group = self._groups.get(source)
+        return [source] if group is None else list(group.patterns)
+
+    def in_checkpoint(self, source: str, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """New values of a model's tensors as the checkpoint has them: what is converted in loading, converted back.
+
+        Args:
+            source: A tensor of the checkpoint.
+            values: The values by the model's names, of all in `names[source]`.
+
+        Returns:
+            The values of all tensors in `group_of(source)`.
+
+        Raises:
+            ValueError: transformers does not know how to convert them back.
+        """
+        group = self._groups.get(source)
+        return {source: next(iter(values.values()))} if group is None else group.revert(values, self._model)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._sources)
@@ -135,8 +170,9 @@ class ModelTensors(Mapping[str, torch.Tensor]):
         source = self._sources[name]
         return self.checkpoint.meta(source) if isinstance(source, str) else self._convert(source, meta=True)[name]
 
-    def _convert(self, group: _Group, *, meta: bool = False) -> dict[str, torch.Tensor]:
-        return _convert(group, self.checkpoint, self._model, meta=meta)
+    def _convert(self, group: ConvertedTensors, *, meta: bool = False) -> dict[str, torch.Tensor]:
+        read = self.checkpoint.meta if meta else self.checkpoint.__getitem__
+        return group.convert(read, self._model)
 
 
 def empty_model(source: Checkpoint, architecture: str | None = None, **changes: Any) -> nn.Module:
@@ -194,72 +230,19 @@ def _translate(
 ) -> Iterator[tuple[str, str, Any]]:
     """For each tensor of a checkpoint: its name in the model, its own name, and how it is converted, if it is."""
     prefix = getattr(model, "base_model_prefix", "")
-    rename, groups = _transformers_rules(model, prefix, wanted)
+    rename, groups = loading_rules(model, prefix, wanted)
     for source in checkpoint:
         if source in wanted:
             yield source, source, None
             continue
         name, group = rename(source)
         if group is None:
-            yield _with_prefix(name, prefix, wanted), source, None
+            yield with_prefix(name, prefix, wanted), source, None
     for group in groups():
-        for name in _convert(group, checkpoint, model, meta=True):
-            yield _with_prefix(name, prefix, wanted), next(iter(group.patterns)), group
-
-
-def _with_prefix(name: str, prefix: str, wanted: Mapping[str, torch.Tensor]) -> str:
-    """The name with the bare model's prefix put on or taken off, if the model has it so."""
-    if name not in wanted:
-        for other in (f"{prefix}.{name}", name.removeprefix(f"{prefix}.")):
-            if prefix and other in wanted:
-                return other
-    return name
-
-
-@dataclass
-class _Group:
-    """The tensors of a checkpoint that are converted together: each with the pattern that its name has."""
-
-    name: str
-    converter: Any
-    patterns: dict[str, str] = field(default_factory=dict)
-
-
-def _transformers_rules(model: nn.Module, prefix: str, wanted: Mapping[str, torch.Tensor]) -> tuple[Any, Any]:
-    """How transformers renames and converts the tensors of this model's checkpoints while it loads them."""
-    try:
-        from transformers.conversion_mapping import get_model_conversion_mapping
-        from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
-    except ImportError:  # before version 5 there was no more than this
-        return lambda source: (re.sub("gamma$", "weight", re.sub("beta$", "bias", source)), None), lambda: []
-    rules = get_model_conversion_mapping(model)  # type: ignore[arg-type]
-    renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
-    converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
-    by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
-    found: dict[str, _Group] = {}
-
-    def rename(source: str) -> tuple[str, _Group | None]:
-        name, pattern = rename_source_key(source, renamings, converters, prefix, wanted)  # type: ignore[arg-type]
-        if pattern is None:
-            return name, None
-        group = found.setdefault(name, _Group(name, by_pattern[pattern]))
-        group.patterns[source] = pattern
-        return name, group
-
-    return rename, found.values
-
-
-def _convert(group: _Group, checkpoint: Checkpoint, model: nn.Module, meta: bool = False) -> dict[str, torch.Tensor]:
-    converter = copy.deepcopy(group.converter)
-    for source in sorted(group.patterns, key=_natural_order):
-        tensor = checkpoint.meta(source) if meta else checkpoint[source]
-        converter.add_tensor(group.name, source, group.patterns[source], tensor)
-    made = converter.convert(group.name, model=model, config=model.config)
-    return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
-
-
-def _natural_order(name: str) -> list[tuple[int, int, str]]:
-    return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in name.split(".")]
+        for name in group.convert(checkpoint.meta, model):
+            in_model = with_prefix(name, prefix, wanted)
+            group.names[in_model] = name
+            yield in_model, next(iter(group.patterns)), group
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -262,7 +262,8 @@ def write_checkpoint(
     folder: str | os.PathLike,
     plan: Mapping[str, torch.Tensor],
     read: Callable[[str], torch.Tensor],
-    max_shard_size: int,
+    max_shard_size: int | None,
+    place: Mapping[str, str] | None = None,
 ) -> None:
     """Write a model's tensors as transformers does: one file, or several and an index; one is in memory at a time.
 
@@ -271,14 +272,17 @@ def write_checkpoint(
         plan: The tensors by name, on the meta device: their shapes and dtypes.
         read: Gives the tensor with a name.
         max_shard_size: The size in bytes that no file exceeds, unless by one tensor alone.
+        place: The file of each tensor, without `max_shard_size`.
     """
-    shards = split_torch_state_dict_into_shards(dict(plan), max_shard_size=max_shard_size)
-    files = list(shards.filename_to_tensors)
+    if place is None:
+        assert max_shard_size is not None
+        place = split_torch_state_dict_into_shards(dict(plan), max_shard_size=max_shard_size).tensor_to_filename
+    files = sorted(set(place.values()))
     with tempfile.TemporaryDirectory(prefix=".model-", dir=folder) as aside:
-        for file, names in shards.filename_to_tensors.items():
-            write_tensors(Path(aside, file), {name: read(name) for name in names})
-        if shards.is_sharded:
-            index = {"metadata": shards.metadata, "weight_map": shards.tensor_to_filename}
+        for file in files:
+            write_tensors(Path(aside, file), {name: read(name) for name in plan if place[name] == file})
+        if len(files) > 1:
+            index = {"metadata": {"total_size": sum(t.nbytes for t in plan.values())}, "weight_map": dict(place)}
             Path(aside, _INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
             files.append(_INDEX)
         for stale in ("model.safetensors", _INDEX):

@@ -26,6 +26,7 @@ from peft_surgical.copies.module import TunedModule
 from peft_surgical.copies.select import token_embeddings
 from peft_surgical.copies.tensors import TunedTensors
 from peft_surgical.layers import find_stacks
+from peft_surgical.methods.report import GradientWatch, is_anything_trained_before
 
 
 logger = logging.getLogger(__name__)
@@ -42,6 +43,20 @@ def adapter_parameters(model: nn.Module, adapters: Collection[str]) -> Iterator[
                 for name, parameter in table.named_parameters():
                     if name.partition(".")[0] in adapters:
                         yield f"{path}.{attribute}.{name}", parameter
+
+
+def before_training(tuner: Any) -> None:
+    """What is done before each forward pass in training."""
+    if "_backward_start" not in tuner.__dict__:
+        tuner._backward_start = BackwardStart()
+    if "_held_buffers" not in tuner.__dict__ or not tuner._is_trained_set_checked:
+        tuner._is_trained_set_checked = True
+        tuner._held_buffers = HeldBuffers()
+        warn_of_surprises(tuner, tuner._frozen_on_purpose)
+        tuner._backward_start.look_again()
+        tuner._gradient_watch = GradientWatch(adapter_parameters(tuner.model, tuner.active_adapters))
+    tuner._backward_start.update(tuner.model)
+    tuner._gradient_watch.update()
 
 
 def warn_of_surprises(tuner: Any, frozen_on_purpose: Collection[str] = ()) -> None:
@@ -246,17 +261,6 @@ def _require_gradient(module: nn.Module, args: Any, output: Any) -> None:
 
 def _is_trained(layer: nn.Module) -> bool:
     return any(parameter.requires_grad for parameter in layer.parameters())
-
-
-def is_anything_trained_before(layer: nn.Module, model: nn.Module) -> bool:
-    """Whether a trained parameter comes before a layer in the module tree, as embeddings and encoders do."""
-    first = next(layer.parameters(), None)
-    for parameter in model.parameters():
-        if parameter is first:
-            return False
-        if parameter.requires_grad:
-            return True
-    return False
 
 
 def _is_reentrant(layer: nn.Module) -> bool:

@@ -88,11 +88,13 @@ class LoraCombination:
         """Write the combination of adapters into the matrices of another adapter."""
         a, b = _matrices(layer, adapter_name)
         chosen = [(name, weight) for name, weight in zip(adapters, weights, strict=True) if name in layer.r]
+        for target, source in zip((a, b), _matrices(layer, chosen[0][0]), strict=True):
+            target.data = target.data.to(source.dtype)  # PEFT makes new ones in the base's
         if sum(layer.r[name] for name, _ in chosen) <= layer.r[adapter_name] and self.kind in ("linear", "cat", "svd"):
             _put_side_by_side(layer, chosen, a, b)
             return
         kind = "svd" if self.kind in ("linear", "svd") else f"{self.kind.removesuffix('_svd')}_svd"
-        a.data, b.data = tuner._svd_generalized_task_arithmetic_weighted_adapter(
+        made = tuner._svd_generalized_task_arithmetic_weighted_adapter(
             kind,
             [name for name, _ in chosen],
             [weight for _, weight in chosen],
@@ -104,6 +106,7 @@ class LoraCombination:
             self.majority_sign_method,
             **{"clamp": None, **(self.svd or {})},
         )
+        a.data, b.data = (matrix.to(target.dtype) for matrix, target in zip(made, (a, b), strict=True))
 
 
 def _put_side_by_side(

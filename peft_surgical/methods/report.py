@@ -1,17 +1,20 @@
-"""What an adapter trains, layer by layer, and how far down the backward pass has to go."""
+"""What an adapter trains, layer by layer, how far down the backward pass has to go, and what it does not reach."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from peft_surgical.copies.module import TunedModule
 from peft_surgical.copies.select import owners
 from peft_surgical.layers import Layer, find_stacks
-from peft_surgical.methods.before_training import is_anything_trained_before
 from peft_surgical.names import base_path
 
 
@@ -156,3 +159,74 @@ def _readable(name: str, containers: Mapping[str, bool]) -> str:
         else:
             kept.append(part)
     return ".".join(kept)
+
+
+def is_anything_trained_before(layer: nn.Module, model: nn.Module) -> bool:
+    """Whether a trained parameter comes before a layer in the module tree, as embeddings and encoders do."""
+    first = next(layer.parameters(), None)
+    for parameter in model.parameters():
+        if parameter is first:
+            return False
+        if parameter.requires_grad:
+            return True
+    return False
+
+
+class GradientWatch:
+    """Warns once of trained tensors that have had no gradient after some backward passes; costs nothing afterwards.
+
+    Not of an expert that no token has reached: others of its name, but for the number, have a gradient.
+
+    Args:
+        parameters: The parameters of the adapters that are trained, by name.
+    """
+
+    passes = 8  # layers may be left out at random, as wav2vec 2.0 does
+
+    def __init__(self, parameters: Iterable[tuple[str, nn.Parameter]] = ()) -> None:
+        self._waiting: dict[str, RemovableHandle] = {}
+        self._reached: set[str] = set()
+        self._count = 0
+        if not (
+            torch.distributed.is_available() and torch.distributed.is_initialized()
+        ):  # engines put other tensors in the parameters' places
+            for name, parameter in parameters:
+                if parameter.requires_grad:
+                    note = functools.partial(self._note, name)
+                    self._waiting[name] = parameter.register_post_accumulate_grad_hook(note)
+
+    def _note(self, name: str, parameter: torch.Tensor) -> None:
+        self._reached.add(name)
+        if name in self._waiting:
+            self._waiting.pop(name).remove()
+
+    def update(self) -> None:
+        """Called before each forward pass."""
+        if not self._waiting or not self._reached:
+            return
+        self._count += 1
+        if self._count == self.passes:
+            for handle in self._waiting.values():
+                handle.remove()
+            kinds = {_without_last_number(name) for name in self._reached} - {None}
+            missed = [name for name in self._waiting if _without_last_number(name) not in kinds]
+            if missed:
+                warnings.warn(
+                    f"{len(missed)} trained tensors have had no gradient in {self.passes} steps, e.g. {missed[0]}: "
+                    "nothing that the loss depends on computes with them. Leave them out with exclude_modules.",
+                    stacklevel=2,
+                )
+            self._waiting = {}
+
+    def __deepcopy__(self, memo: dict) -> GradientWatch:
+        return GradientWatch()
+
+    def __reduce__(self) -> tuple:
+        return GradientWatch, ()
+
+
+def _without_last_number(name: str) -> str | None:
+    """The name without the number of an expert in a layer; None if it has no number besides the layer's."""
+    parts = name.split(".")
+    numbers = [i for i, part in enumerate(parts) if part.isdigit()]
+    return ".".join(parts[: numbers[-1]] + parts[numbers[-1] + 1 :]) if len(numbers) > 1 else None

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -13,7 +14,9 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from peft_surgical.compat import ExcludedModule, include_all_linear_layers, parse_pattern
+from peft_surgical.copies.quantised import is_quantised
 from peft_surgical.copies.select import base_modules, bottom, innermost_tuned, token_embeddings
+from peft_surgical.layers import find_stacks
 from peft_surgical.names import RESERVED, CopyName, base_path, without_wrappers
 
 
@@ -91,6 +94,68 @@ def expand_all_linear(config: Any, model: nn.Module) -> None:
         and innermost_tuned(model.get_submodule(path)) is not None
         and (head is None or bottom(head) is not module)
     }
+
+
+def shared_once(resolution: Resolution, model: nn.Module) -> Resolution:
+    """A choice in which a module that several layers hold comes once, under the path at which PEFT finds it.
+
+    Warns of what the chosen modules share with others, which are not chosen.
+
+    Raises:
+        ValueError: A chosen module is a child of several others, of which its wrapper would stand in one.
+    """
+    first = {id(module): path for path, module in model.named_modules()}
+    at = {path: first[id(model.get_submodule(path))] for path in [*resolution.copies, *resolution.lora]}
+    holders: dict[int, list[str]] = {}
+    for path, module in model.named_modules():
+        for name, child in module._modules.items():
+            holders.setdefault(id(child), []).append(f"{path}.{name}")
+    for path in at:
+        if len(held := holders.get(id(model.get_submodule(path)), [])) > 1 and path not in resolution.in_place:
+            raise ValueError(
+                f"{' and '.join(held)} are one module, which cannot be tuned in both places. Name it in "
+                "exclude_modules, or give each its own copy.deepcopy of it."
+            )
+    chosen = {f"{path}.{name}" for path, names in resolution.copies.items() for name in names}
+    partners: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        partners.setdefault(id(parameter), []).append(name)
+    embeddings = {id(p) for module in token_embeddings(model) if module is not None for p in module.parameters()}
+    for key, names in partners.items():
+        alone = [name for name in names if name not in chosen]
+        if alone and len(alone) < len(names) and key not in embeddings:
+            mine = next(name for name in names if name in chosen)
+            warnings.warn(
+                f"{mine} is shared with {alone[0]}, whose layer is not chosen. The adapter is exact, but a merged "
+                "model that is saved and loaded shares it again, and answers otherwise. Choose that layer too.",
+                stacklevel=2,
+            )
+            break
+    return replace(
+        resolution,
+        copies={at[path]: names for path, names in resolution.copies.items()},
+        in_place=frozenset(at[path] for path in resolution.in_place),
+        lora=frozenset(at[path] for path in resolution.lora),
+    )
+
+
+def untrained_parameters(model: nn.Module) -> frozenset[str]:
+    """The parameters that a base leaves frozen in layers whose others it trains, e.g. corrections of a router.
+
+    Where all of a layer is frozen, somebody froze it who did not mean to tell what can be trained.
+    """
+    found: set[str] = set()
+    for stack in find_stacks(model).values():
+        for layer in stack.layers:
+            own = {
+                f"{path}.{name}": parameter.requires_grad
+                for path, module in base_modules(layer.path, layer.module)
+                if not is_quantised(module)
+                for name, parameter in module.named_parameters(recurse=False)
+            }
+            if any(own.values()):
+                found |= {without_wrappers(name) for name, is_trained in own.items() if not is_trained}
+    return frozenset(found)
 
 
 def check_adapter_name(name: str, model: nn.Module) -> None:

@@ -22,13 +22,7 @@ from peft_surgical.copies.ties import note_untied
 from peft_surgical.distributed import check_not_prepared
 from peft_surgical.files.adapter import touched_names
 from peft_surgical.files.base import base_tensors, check_base, describe_base
-from peft_surgical.methods.before_training import (
-    BackwardStart,
-    HeldBuffers,
-    adapter_parameters,
-    frozen_statistics,
-    warn_of_surprises,
-)
+from peft_surgical.methods.before_training import adapter_parameters, before_training, frozen_statistics
 from peft_surgical.methods.combine import add_weighted_adapter
 from peft_surgical.methods.heads import (
     apply_label_settings,
@@ -40,9 +34,9 @@ from peft_surgical.methods.heads import (
 from peft_surgical.methods.merging import delete_adapter, unload, whole_or_not_at_all
 from peft_surgical.methods.mixed_batch import adapter_names_in_forward
 from peft_surgical.methods.report import TuningReport, tuning_report
-from peft_surgical.methods.resolve import Matching, Resolution, check_adapter_name
+from peft_surgical.methods.resolve import Matching, Resolution, check_adapter_name, shared_once, untrained_parameters
 from peft_surgical.methods.saving import SavedState, live_tensors
-from peft_surgical.names import OWN_TENSORS
+from peft_surgical.names import OWN_TENSORS, without_wrappers
 
 
 class DeltaTuner(SavedState, BaseTuner):
@@ -73,7 +67,7 @@ class DeltaTuner(SavedState, BaseTuner):
         along = changed_embeddings(file, model, base) if file is not None else []
         heads = [*(peft_config.modules_to_save or []), *head_names(model, peft_config.task_type), *along]
         peft_config.modules_to_save = list(dict.fromkeys(heads)) or None
-        peft_config.resolution = self._resolve(peft_config, model)
+        peft_config.resolution = shared_once(self._resolve(peft_config, model), model)
         tensors = self._touched_tensors(peft_config, model)
         heads = [m for path, m in model.named_modules() if path and matches_any(path, peft_config.modules_to_save)]
         parameters = [*tensors.values(), *(p for head in heads for p in head.parameters())]
@@ -132,6 +126,7 @@ class DeltaTuner(SavedState, BaseTuner):
             "init_weights": getattr(peft_config, "init_weights", True) is not False,
             "inference_mode": peft_config.inference_mode,
             "shared": self._copied,
+            "untrained": {n for n in names if f"{without_wrappers(current_key)}.{n}" in self._untrained},
         }
         in_place = current_key in peft_config.resolution.in_place
         tuned: Any = target._modules.get(OWN_TENSORS) if in_place else innermost_tuned(target)
@@ -161,6 +156,8 @@ class DeltaTuner(SavedState, BaseTuner):
         if not given.inference_mode:  # what is loaded is resolved already, and PEFT expects that very config
             self.peft_config[adapter_name] = given.for_one_model()
         self._copied = {}
+        if "_untrained" not in self.__dict__:
+            self._untrained = untrained_parameters(model)
         with self._gathering(), given.naming_itself(), whole_or_not_at_all(self, adapter_name, present):
             super().inject_adapter(model, adapter_name, *args, **kwargs)
         # new modules take the mode of their model, so that an eval() model stays one with dropout in an adapter
@@ -243,21 +240,11 @@ class DeltaTuner(SavedState, BaseTuner):
                 beams = kwargs.get("num_beams") or 1
                 stack.enter_context(adapter_names_in_forward(self, names, [*args, *kwargs.values()], beams))
             elif self.training and torch.is_grad_enabled():
-                self._before_training()
+                before_training(self)
                 stack.enter_context(self._held_buffers.during_forward(self.model))
             elif "_held_buffers" in self.__dict__:
                 self._held_buffers.give_back()
             yield
-
-    def _before_training(self) -> None:
-        if "_backward_start" not in self.__dict__:
-            self._backward_start = BackwardStart()
-        if "_held_buffers" not in self.__dict__ or not self._is_trained_set_checked:
-            self._is_trained_set_checked = True
-            self._held_buffers = HeldBuffers()
-            warn_of_surprises(self, self._frozen_on_purpose)
-            self._backward_start.look_again()
-        self._backward_start.update(self.model)
 
     def add_weighted_adapter(
         self,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from adapters import METHODS, TASKS, add, base_outputs, make, make_config, merged_state, outputs, plain, save
-from peft import PeftModel
+from adapters import METHODS, TASKS, add, base_outputs, make, make_config, merged_state, outputs, plain, save, shake
+from peft import PeftModel, get_peft_model
 from peft.tuners.lora.layer import LoraLayer
 from peft.utils import merge_utils
 from tiny_models import build
@@ -247,3 +247,23 @@ def test_dora_is_refused():
     model = make("STRATIFIED", "bert", [3], name="rte", use_dora=True)
     with pytest.raises(ValueError, match="use_dora=True cannot be combined"):
         model.add_weighted_adapter(["rte"], [0.5], "less")
+
+
+@pytest.mark.parametrize("autocast", [True, False])
+@pytest.mark.parametrize("kind", ["cat", "linear", "svd", "magnitude_prune_svd"])
+def test_in_half_precision_a_combination_is_saved_and_loaded_exactly(kind, autocast, tmp_path):
+    # U10: PEFT makes a new LoRA in the base's dtype, and its decomposition gives float32
+    model = get_peft_model(
+        build("bert").bfloat16(),
+        make_config("STRATIFIED", "bert", [1, 3]),
+        adapter_name="a",
+        autocast_adapter_dtype=autocast,
+    )
+    model.add_adapter("b", make_config("STRATIFIED", "bert", [1, 3]), autocast_adapter_dtype=autocast)
+    shake(shake(model, "a", 1), "b", 2).eval()
+    density = {"density": 0.5} if "prune" in kind else {}
+    model.base_model.add_weighted_adapter(["a", "b"], [0.7, 0.3], "sum", combination_type=kind, **density)
+    loaded = PeftModel.from_pretrained(
+        build("bert").bfloat16(), save(model, tmp_path, "sum"), autocast_adapter_dtype=autocast
+    )
+    assert torch.equal(outputs(loaded.eval(), "bert"), outputs(model, "bert", "sum"))

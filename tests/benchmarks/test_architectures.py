@@ -1,0 +1,53 @@
+"""The sweeps over architectures, on some that differ in kind; all of them are run by the benchmark."""
+
+from __future__ import annotations
+
+import pytest
+
+
+pytest.importorskip("transformers.conversion_mapping", reason="the sweeps are those of transformers 5")
+
+from benchmarks.architectures import merged_checkpoints, round_trip  # noqa: E402
+from benchmarks.architectures.tiny_models import architectures, over  # noqa: E402
+
+
+ENTRIES = {entry.model_type: entry for entry in architectures()}
+FEW = ["bert", "qwen3_moe", "encoder-decoder"]
+MORE = [
+    "ernie4_5_moe",
+    "zamba",
+    "wav2vec2",
+    "clip",
+    "mamba",
+    "led",
+    "convnext",
+    "jamba",
+    "qwen2_5_vl",
+    "xlnet",
+    "swin",
+]
+MORE += ["mbart", "bloom", "funnel"]
+
+
+@pytest.mark.parametrize("name", [*FEW, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE)])
+def test_a_round_trip_is_right_wherever_that_of_lora_is(name):
+    row = round_trip.round_trip(ENTRIES[name])
+    assert {round_trip.outcome(row, method) for method in round_trip.METHODS[:2]} <= {"right", "LoRA fails as well"}, (
+        row
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["mixtral", "qwen2_5_vl", "llava", "deepseek_v3"])
+def test_merged_checkpoints_are_as_their_base(name, tmp_path):
+    assert merged_checkpoints.try_merge(ENTRIES[name], tmp_path)["result"] == "as its base"
+
+
+def _die(entry):
+    raise SystemExit(3)
+
+
+def test_what_ends_one_process_does_not_end_the_sweep():
+    [(entry, row)] = over(_die, [ENTRIES["bert"]])
+    assert entry.model_type == "bert"
+    assert "SystemExit" in row["crash"]
