@@ -84,7 +84,6 @@ if int(transformers.__version__.partition(".")[0]) >= 5:  # what it converts whe
         "WeightConverter",
         "WeightRenaming",
         "rename_source_key",
-        "apply_renamings",
     )
 
 
@@ -222,7 +221,7 @@ def loading_rules(model: nn.Module, prefix: str, wanted: Mapping[str, torch.Tens
     """
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping
-        from transformers.core_model_loading import WeightConverter, WeightRenaming, apply_renamings, rename_source_key
+        from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
     except ImportError:  # before version 5 names were changed, and nothing converted
         return lambda source: (_renamed_before_5(source, model), None), lambda: []
     rules = get_model_conversion_mapping(model)  # type: ignore[arg-type]
@@ -237,7 +236,10 @@ def loading_rules(model: nn.Module, prefix: str, wanted: Mapping[str, torch.Tens
             return name, None
         group = found.setdefault(name, ConvertedTensors(name, by_pattern[pattern]))
         group.patterns[source] = pattern
-        group.renamed[apply_renamings(source, renamings)] = source
+        renamed = source
+        for renaming in renamings:
+            renamed, _ = renaming.rename_source_key(renamed)
+        group.renamed[renamed] = source
         return name, group
 
     return rename, found.values
