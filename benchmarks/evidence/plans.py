@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-from benchmarks.evidence import criteria, methods, records, tasks
+from benchmarks.evidence import criteria, methods, records
 from benchmarks.evidence.jobs import RANDOM_DRAWS, Job, Place
 
 
@@ -60,7 +60,7 @@ def train_jobs(place: Place, wanted: Iterable[tuple[str, str, float]], seed: int
             missing.setdefault(task, []).append((tuning, rate))
     jobs = []
     for task, runs in missing.items():
-        made = tasks.TASKS[task]
+        made = place.task(task)
         longest = int(place.lengths(task).max())
         tokens = made.batch * longest * (1 + made.choices)
         size = max(1, min(MOST_IN_STEP, TOKENS_IN_STEP // tokens))
@@ -73,7 +73,7 @@ def train_jobs(place: Place, wanted: Iterable[tuple[str, str, float]], seed: int
 
 def weight(place: Place, task: str, models_in_step: int) -> float:
     """Seconds that training models of a task in step takes on an idle H100, roughly."""
-    made, lengths = tasks.TASKS[task], place.lengths(task)
+    made, lengths = place.task(task), place.lengths(task)
     steps = made.epochs * len(lengths) / made.batch
     tokens = made.batch * float(lengths.float().mean()) * (1 + made.choices)
     return 4 + models_in_step * (1 + steps * (0.0025 + 1.2e-6 * tokens))

@@ -68,6 +68,9 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--processes", type=int, nargs="+", default=[4], help="in all; several numbers for check")
     parser.add_argument("--minutes", type=float, default=1e9, help="when to stop, from the start on")
     parser.add_argument("--methods", nargs="+", default=[*cells.KINDS, "full", "lora-II"], help="for cells")
+    parser.add_argument(
+        "--share", nargs="+", help="for cells: ways to choose layers whose mean gives all of a k a rate"
+    )
     parser.add_argument("--k", type=int, nargs="+", help="for cells; default: 1, 3 and 5 of 12 layers")
     parser.add_argument("--rate", type=float, help="for cells; default: the one that held-out rows choose")
     options = parser.parse_args(arguments)
@@ -139,7 +142,7 @@ def phases(place: Place, options: argparse.Namespace) -> Iterator[list[Job]]:
 
 def sizes(place: Place, task: str) -> dict[str, Any]:
     """How large a task is as it is run."""
-    made, data = tasks.TASKS[task], place.read(task)
+    made, data = place.task(task), place.read(task)
     counts = None if made.regression else data.validation.labels.bincount()
     return {
         "revision": made.revision,
@@ -186,7 +189,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         with Pool(place, options.processes[0], until) as pool:
             if options.command == "cells":
                 names = cells.cell_names(options.methods, options.k or cells.default_counts(place.depth))
-                wanted = cells.Cells(place, names, options.tasks, options.seeds, options.rate)
+                wanted = cells.Cells(place, names, options.tasks, options.seeds, options.rate, options.share)
                 begun = pool.do(more=wanted.jobs)
             else:
                 begun = 0

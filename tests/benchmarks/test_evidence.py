@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import os
 import re
 import types
@@ -25,6 +26,7 @@ from transformers import PreTrainedTokenizerFast
 from benchmarks.evidence import (
     cells,
     criteria,
+    decoders,
     findings,
     jobs,
     layer_tables,
@@ -33,6 +35,7 @@ from benchmarks.evidence import (
     plans,
     plots,
     probes,
+    prompts,
     records,
     run,
     scheduler,
@@ -550,6 +553,88 @@ def test_jobs_that_fail_are_not_begun_again(tmp_path):
     job = jobs.Job("train", "nothing of that name", 0, ("full",), (1.0,))
     with scheduler.Pool(place, 1) as pool:
         assert pool.do(more=lambda busy: [] if busy else [job]) == 0
+
+
+@pytest.fixture(scope="module")
+def decoder(place) -> Path:
+    """What `decoders.unpack` makes, of a tiny random model, with prompts of the made-up tasks."""
+    folder, tokenizer = place / "decoder", make_tokenizer()
+    build("gemma3", vocab_size=len(tokenizer), sliding_window=512).save_pretrained(folder)
+    (folder / "tasks").mkdir()
+    for name in ("cola", "rte", "copa"):
+        rows = [prompts.encode(name, frame, tokenizer) for frame in tasks.frames(name, place / "data")]
+        torch.save(tasks.TaskData(*rows), folder / f"tasks/{name}-1.pt")
+    (folder / "answers.json").write_text(json.dumps(dict.fromkeys(("cola", "rte", "copa", "stsb"), [30, 7])))
+    torch.save(torch.randint(4, 90, (6, 12), generator=torch.Generator().manual_seed(0)), folder / "plain.pt")
+    return folder
+
+
+def test_a_decoder_answers_as_transformers_has_it(decoder):
+    rows = decoders.read(decoder, "rte").validation
+    plain, model = decoders.plain_model(decoder).eval(), decoders.load(decoder, "rte").eval()
+    with torch.no_grad():
+        logits = model(**rows.inputs).logits
+        amounts = decoders.load(decoder, "stsb").eval()(**rows.inputs).logits
+        for row, ids in enumerate(rows.inputs["input_ids"]):
+            alone = plain(input_ids=ids[None, : int(rows.lengths[row])]).logits[0, -1]
+            torch.testing.assert_close(logits[row, :2], alone[[30, 7]])
+            torch.testing.assert_close(logits[row].logsumexp(0), alone.logsumexp(0))
+            torch.testing.assert_close(amounts[row, 0], alone[[30, 7]].softmax(0)[1])
+    ids = decoders.plain_text(decoder)
+    assert decoders.plain_loss(plain, ids, batch=4) == pytest.approx(float(plain(ids, labels=ids).loss), rel=1e-2)
+
+
+def test_layers_of_a_decoder_are_ranked_by_the_loss_on_the_answer(decoder):
+    rows = decoders.read(decoder, "copa").train.take(torch.arange(4))
+    plain, model = decoders.plain_model(decoder).eval(), decoders.load(decoder, "copa").eval()
+    for row, feature in enumerate(decoders.features(decoder, "copa", rows)):
+        one = rows.take(torch.tensor([row]))
+        loss = training.task_loss(model(**one.inputs).logits, one.labels)
+        torch.testing.assert_close(plain(**{name: t[None] for name, t in feature.items()}).loss, loss)
+
+
+@pytest.mark.parametrize("tuning", ["full", "layers-0.2", "lora-16", "mlp"])
+def test_a_step_of_a_decoder_can_become_a_cuda_graph(decoder, tuning):
+    rows = decoders.read(decoder, "rte").train.take(torch.arange(4))
+    trainee = training.Trainee(training.halve_frozen(methods.adapt(decoders.load(decoder, "rte"), tuning)), 1e-3)
+    inputs = training.cut(rows, torch.arange(4), 64)
+    trainee.step(inputs, rows.labels)
+    with Recorded() as recorded:
+        trainee.step(inputs, rows.labels)
+    assert recorded.waits == []
+
+
+def test_a_decoder_goes_the_same_way(place, decoder, tmp_path, monkeypatch):
+    monkeypatch.setitem(prompts.TASKS, "copa", replace(prompts.TASKS["copa"], epochs=1))
+    wanted = ("full", "lora-16", "mlp", "norms", "lowest_fisher_sampled", "spread", "last")
+    common = ["--model", str(decoder), "--data", str(place / "data"), "--tasks", "copa", "--processes", "0"]
+    common += ["--results", str(tmp_path), "--rate", "1e-3", "--k", "2", "--methods", *wanted]
+    run.main(["cells", *common])
+    found = {r["tuning"]: r for r in records.read(tmp_path / "runs/copa.jsonl")}
+    (ranked,) = records.read(tmp_path / "rankings.jsonl")
+    lowest = methods.layers_name(ranked["order"][-2:])
+    assert set(found) == {"full", "lora-16", "mlp", "norms", lowest, "layers-1.3", "layers-2.3"}
+    model = decoders.plain_model(decoder)
+    mlp = sum(p.numel() for n, p in model.named_parameters() if ".mlp." in n)
+    assert found["mlp"]["trained_parameters"] == mlp
+    assert found["full"]["trained_parameters"] == sum(p.numel() for p in model.parameters())
+    assert found["mlp"]["head_parameters"] == 0
+    before, after = found["full"]["plain"]
+    assert before == pytest.approx(found["mlp"]["plain"][0])
+    assert before != after
+
+
+def test_ways_to_choose_layers_can_share_a_rate(place, tmp_path, monkeypatch):
+    for module in (cells, run):
+        monkeypatch.setattr(module, "RATE_TASKS", ("cola", "rte"))
+    monkeypatch.setitem(jobs.JOBS, "train", best_at(1e-4))
+    shared = ("--share", "last", "spread")
+    call(place, "cells", "--methods", "middle", "--k", "2", "--results", str(tmp_path), *shared)
+    tried = {tuning: set() for tuning in ("layers-4.5", "layers-1.4", "layers-2.3")}
+    for r in records.read(tmp_path / "runs/cola.jsonl"):
+        tried[r["tuning"]].add(r["rate"])
+    assert tried["layers-4.5"] == tried["layers-1.4"] == {5e-5, 1e-4, 2e-4}
+    assert tried["layers-2.3"] == {1e-4}
 
 
 def test_results_do_not_go_to_those_of_the_documentation(monkeypatch):
