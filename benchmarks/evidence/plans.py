@@ -21,7 +21,7 @@ their training rows were dealt out in turn, before any run."""
 RANK_WEIGHT = {"probe": 4.0, "probe_window": 6.0, "rewind": 1.5, "kernel": 1.5, "kernel_greedy": 1.5}
 """How long some rankings take, relative to training one model."""
 
-TOKENS_IN_STEP, MOST_IN_STEP = 32_000, 5
+TOKENS_IN_STEP, DECODER_TOKENS_IN_STEP, MOST_IN_STEP = 32_000, 12_000, 5
 """How many models are trained in step: as many as fit into so many tokens, and no more than this."""
 
 
@@ -63,7 +63,8 @@ def train_jobs(place: Place, wanted: Iterable[tuple[str, str, float]], seed: int
         made = place.task(task)
         longest = int(place.lengths(task).max())
         tokens = made.batch * longest * (1 + made.choices)
-        size = max(1, min(MOST_IN_STEP, TOKENS_IN_STEP // tokens))
+        most = DECODER_TOKENS_IN_STEP if place.is_decoder else TOKENS_IN_STEP
+        size = max(1, min(MOST_IN_STEP, most // tokens))
         count = -(-len(runs) // size)
         for start in range(count):  # groups of equal size
             group = runs[start::count]

@@ -755,6 +755,17 @@ def test_a_job_that_is_too_large_is_done_in_halves(tmp_path):
         assert pool.workers[0].process.is_alive()
 
 
+def test_full_memory_is_seen_behind_what_it_broke():
+    try:
+        try:
+            raise torch.OutOfMemoryError
+        finally:
+            raise RuntimeError("capturing stream has unjoined work")
+    except RuntimeError as error:
+        assert scheduler.is_out_of_memory(error)
+    assert not scheduler.is_out_of_memory(RuntimeError("another"))
+
+
 def test_a_model_travels_in_parts(place, tmp_path):
     parts = models.pack(place / "tiny", tmp_path / "carry", mib=0.02)
     assert len(parts) > 1
