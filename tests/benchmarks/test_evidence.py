@@ -756,13 +756,9 @@ def test_a_job_that_is_too_large_is_done_in_halves(tmp_path):
 
 
 def test_full_memory_is_seen_behind_what_it_broke():
-    try:
-        try:
-            raise torch.OutOfMemoryError
-        finally:
-            raise RuntimeError("capturing stream has unjoined work")
-    except RuntimeError as error:
-        assert scheduler.is_out_of_memory(error)
+    first, later = torch.OutOfMemoryError(), RuntimeError("capturing stream has unjoined work")
+    later.__context__ = first
+    assert scheduler.is_out_of_memory(later)
     assert not scheduler.is_out_of_memory(RuntimeError("another"))
 
 
