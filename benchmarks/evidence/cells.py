@@ -25,6 +25,9 @@ LADDER = (1, 3)
 FEW_LAYERS = (1e-4, 2e-4, 5e-4)
 """Where the search begins for a single layer."""
 
+SHARED = ("last", "spread", "fisher", "random")
+"""Ways to choose layers of a decoder whose mean gives all ways a rate, for each k."""
+
 Run = tuple[str, str, float]
 """A task, a method with its layers, and a rate."""
 
@@ -139,7 +142,7 @@ class Cells:
         """
         ranking = self.missing_rankings(busy)
         seed, *_ = self.seeds
-        orders = {(t, s): self.fixed | self._ranked(t, s) for s in self.seeds for t in self.every_task}
+        orders = self.orders()
         done = {task: self.place.runs(task) for task in self.every_task}
         urgent: list[Run] = []
         later: dict[tuple[int, int], list[Run]] = {}
@@ -157,6 +160,10 @@ class Cells:
         for (number, _), runs in sorted(later.items()):
             found += self._train(runs, self.seeds[number], busy)[::-1]  # short ones first: the time may run out
         return ranking + found
+
+    def orders(self) -> dict[tuple[str, int], dict[str, Sequence[int]]]:
+        """The layers of each task and seed by all scores, best first."""
+        return {(t, s): self.fixed | self._ranked(t, s) for s in self.seeds for t in self.every_task}
 
     def _ranked(self, task: str, seed: int) -> dict[str, Sequence[int]]:
         found = {score: ranking["order"] for score, ranking in self.place.rankings(task, seed).items()}

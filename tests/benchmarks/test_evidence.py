@@ -460,6 +460,12 @@ def test_intervals_are_students_over_tasks_and_welchs_over_seeds():
     assert np.isnan(findings.Difference([[], [2.0, 3.0]]).mean)
 
 
+def test_a_tie_is_a_tie():
+    found = findings.Difference([[0.1, 0.2, -0.3], [1.0], [-1.0, -2.0]])
+    assert float(np.mean(found.values[0])) != 0.0  # the sum is rounded
+    assert (found.better, found.worse) == (1, 1)
+
+
 def test_effects_are_what_dummies_for_tasks_and_seeds_give():
     rng = np.random.default_rng(0)
     frame = pd.DataFrame({"task": ["a", "b", "c"] * 20, "seed": [0] * 30 + [1] * 30, "pairs": rng.integers(0, 4, 60)})
