@@ -44,7 +44,7 @@ def cells_table(results: Results) -> str:
     every = [run for file in results.folder.glob("runs/*.jsonl") for run in records.read(file)]
     plain = any("plain" in run for run in every)
     place = Finished("", Path(), results.folder, Path(), "cpu", results.depth, plain)
-    chosen = list(dict.fromkeys(run["task"] for run in every))
+    chosen = [task for task in TASKS if any(run["task"] == task for run in every)]
     seeds = sorted({run["seed"] for run in every})
     counts = sorted({len(m.split(".")) for run in every if (m := run["tuning"]).startswith("layers-")})
     kinds = [*cells.KINDS, *(OTHERS if plain else ())]

@@ -174,7 +174,9 @@ def size(model: nn.Module) -> dict[str, int]:
     """How much a model that was made ready trains, and how large the file of a task is."""
     trained = [p for p in model.parameters() if p.requires_grad]
     tuned = any(isinstance(module, BaseTunerLayer) for module in model.modules())
-    saved: list[torch.Tensor] = list(get_peft_model_state_dict(model).values()) if tuned else list(trained)
+    saved: list[torch.Tensor] = (
+        list(get_peft_model_state_dict(model, save_embedding_layers=False).values()) if tuned else list(trained)
+    )
     heads = set(head_names(model.get_base_model() if tuned else model))
     in_head = [p for path, p in model.named_parameters() if p.requires_grad and heads & set(path.split("."))]
     return {
