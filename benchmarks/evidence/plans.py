@@ -125,10 +125,11 @@ def choose_rates(place: Place) -> None:
                 held_out = [result["held_out"][result["metric"]] for result in results]
                 found.setdefault(family, {})[rate] = held_out
     chosen = {family: choose(values) for family, values in found.items()}
-    missing = [f for f, tried in methods.RATES.items() if len(found.get(f, {})) < len(tried)]
+    families = methods.representatives(place.depth)
+    missing = [family for family in families if len(found.get(family, {})) < len(methods.RATES[family])]
     if missing:
         print(f"not all learning rates of {', '.join(missing)} were tried")
-    for family in set(methods.RATES) - set(chosen):
+    for family in set(families) - set(chosen):
         chosen[family] = methods.RATES[family][1]
     table = {f: {f"{rate:g}": float(np.mean(v)) for rate, v in values.items()} for f, values in found.items()}
     records.write(

@@ -83,7 +83,7 @@ def rate_jobs(place: Place) -> list[Job]:
     """Every learning rate of every family of methods, on a few tasks."""
     orders = {"alternate": alternate(place.depth)}
     chosen = {f: methods.resolve(plan, orders) for f, plan in methods.representatives(place.depth).items()}
-    wanted = [(t, chosen[f], r) for t in RATE_TASKS for f, tried in methods.RATES.items() for r in tried]
+    wanted = [(t, chosen[f], r) for t in RATE_TASKS for f in chosen for r in methods.RATES[f]]
     return train_jobs(place, wanted, 0)
 
 
@@ -163,7 +163,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     until += 60 * options.minutes
     device = "cuda" if torch.cuda.is_available() else "cpu"
     place = Place(options.model, options.data, options.results, options.cache, device)
-    rates = options.command in ("rates", "all") or (options.command == "cells" and not options.rate)
+    rates = options.command == "cells" and not options.rate
     for task in dict.fromkeys((*RATE_TASKS, *options.tasks) if rates else options.tasks):
         place.read(task)  # into the cache, before several processes want it
     known = place.sizes()
