@@ -35,14 +35,15 @@ class Results:
 
     def __init__(self, folder: Path):
         self.folder = folder
-        chosen = json.loads((folder / "rates.json").read_text())
+        rates = folder / "rates.json"
+        chosen = json.loads(rates.read_text()) if rates.exists() else {"chosen": {}, "held_out": {}}
         self.rates, self.held_out_by_rate = chosen["chosen"], chosen["held_out"]
         self.every_run = [run for file in sorted(folder.glob("runs/*.jsonl")) for run in records.read(file)]
         self.every_run = [run for run in self.every_run if run.get("revision", 1) == 1]  # `cells` has the others
         self.runs = {
             (r["task"], r["tuning"], r["seed"]): r
             for r in self.every_run
-            if r["rate"] == self.rates[methods.family(r["tuning"])]
+            if r["rate"] == self.rates.get(methods.family(r["tuning"]))
         }
         sizes = folder / "tasks.json"
         self.sizes: dict[str, dict] = json.loads(sizes.read_text()) if sizes.exists() else {}

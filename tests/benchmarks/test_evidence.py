@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedTokenizerFast
 
 from benchmarks.evidence import (
+    cell_tables,
     cells,
     criteria,
     decoders,
@@ -541,6 +542,25 @@ def test_the_rate_of_a_cell_has_a_worse_one_on_either_side(place, tmp_path, monk
     before = {file: file.read_bytes() for file in tmp_path.rglob("*.jsonl")}
     call(place, *called, "--seeds", "0", "1")
     assert {file: file.read_bytes() for file in tmp_path.rglob("*.jsonl")} == before
+
+
+def test_the_table_of_cells_pairs_each_with_full_tuning(tmp_path, monkeypatch):
+    for module in (cells, cell_tables):
+        monkeypatch.setattr(module, "RATE_TASKS", ("cola", "rte"))
+    for task, ahead in (("cola", 0.02), ("rte", -0.05)):
+        for tuning, more in (("full", 0.0), ("layers-15.16.17", ahead)):
+            for rate in (2e-5, 5e-5, 1e-4, 2e-4):
+                held_out = {"accuracy": 0.9 - abs(np.log(rate / 5e-5)), "loss": 0.0}
+                same = {"task": task, "seed": 0, "metric": "accuracy", "held_out": held_out}
+                own = {"tuning": tuning, "rate": rate, "validation": {"accuracy": 0.5 + more}}
+                records.append(tmp_path / f"runs/{task}.jsonl", same | own)
+        ranking = {"task": task, "seed": 0, "score": "snr", "order": list(range(18)), "scores": [0.0] * 18}
+        records.append(tmp_path / "rankings.jsonl", ranking)
+    monkeypatch.setattr(cells, "default_counts", lambda depth: [3])
+    row = next(r for r in cell_tables.cells_table(findings.Results(tmp_path)).splitlines() if r.startswith("| last "))
+    assert [cell.strip() for cell in row.split("|")[1:6]] == ["last", "3", "5e-05", "2", "48.50"]
+    assert "-1.50 ±" in row
+    assert "1:1" in row
 
 
 def test_one_cell_is_one_command(place, tmp_path, monkeypatch):
