@@ -19,11 +19,14 @@ from benchmarks.evidence.plans import RATE_TASKS, alternate, train_jobs, weight
 
 
 KINDS = ("last", "fisher", "alternate", "middle", "spread", "random")
-"""Ways to choose k layers; anything else is a method without a k, such as `full` and `lora-II`."""
-LADDERS = {"layers": (1, 2, 5), "full": (1, 2, 5)}
+"""Ways to choose layers that every model is tuned by; `lowest_fisher` and the like begin at the other end."""
+LADDERS = dict.fromkeys(("layers", "full", "mlp", "attention"), (1, 2, 5))
 LADDER = (1, 3)
 FEW_LAYERS = (1e-4, 2e-4, 5e-4)
 """Where the search begins for a single layer."""
+
+SHARED = ("last", "spread", "fisher", "random")
+"""Ways to choose layers of a decoder whose mean gives all ways a rate, for each k."""
 
 Run = tuple[str, str, float]
 """A task, a method with its layers, and a rate."""
@@ -31,7 +34,7 @@ Run = tuple[str, str, float]
 
 def cell_names(chosen: Sequence[str], counts: Sequence[int]) -> list[str]:
     """The cells of some methods: `last` with 1 and 3 layers is `last:1` and `last:3`."""
-    found = [[f"{name}:{k}" for k in counts] if name in KINDS else [name] for name in chosen]
+    found = [[name] if methods.family(name) in methods.RATES else [f"{name}:{k}" for k in counts] for name in chosen]
     return [cell for cells in found for cell in cells]
 
 
@@ -95,6 +98,8 @@ class Cells:
         chosen: The tasks, beside those for choosing rates.
         seeds: The seeds; rates are chosen with the first.
         rate: The rate of all; None to choose one for each.
+        shared: Ways to choose layers; all ways have the rate with the best mean over these, for each k. None for a
+            rate of its own for each way.
     """
 
     def __init__(
@@ -104,15 +109,22 @@ class Cells:
         chosen: Sequence[str],
         seeds: Sequence[int],
         rate: float | None = None,
+        shared: Sequence[str] | None = None,
     ):
         self.place, self.names, self.chosen, self.seeds, self.rate = place, names, chosen, seeds, rate
+        self.shared = shared
         self.fixed = fixed_orders(place.depth)
         self.every_task = dict.fromkeys(chosen if rate else (*RATE_TASKS, *chosen))
 
     def missing_rankings(self, busy: Iterable[Job]) -> list[Job]:
         """Rankings without which some cells have no layers."""
         plans = [plan.split(":")[0] for cell in self.names for plan in draws(cell) if ":" in plan]
-        scores = [name for name in dict.fromkeys(plans) if name not in self.fixed and name != "spread"]
+        plans += [draws(f"{kind}:1")[0].split(":")[0] for kind in self.shared or ()]
+        scores = [
+            name
+            for name in dict.fromkeys(plan.removeprefix("lowest_") for plan in plans)
+            if name not in self.fixed and name != "spread"
+        ]
         ranked = {(job.task, job.seed) for job in busy if job.kind == "rank"}
         jobs = []
         for seed in self.seeds:
@@ -130,16 +142,15 @@ class Cells:
         """
         ranking = self.missing_rankings(busy)
         seed, *_ = self.seeds
-        orders = {(t, s): self.fixed | self._ranked(t, s) for s in self.seeds for t in self.every_task}
+        orders = self.orders()
         done = {task: self.place.runs(task) for task in self.every_task}
         urgent: list[Run] = []
         later: dict[tuple[int, int], list[Run]] = {}
         for cell in self.names:
             rate, untried = (self.rate, []) if self.rate else self.chosen_rate(cell, done, orders)
-            urgent += [
-                run for other in untried for run in self._runs(draws(cell)[:1], RATE_TASKS, other, orders, seed)
-            ]
-            if untried or rate is None:
+            for other in untried:
+                urgent += self._runs(self._judged_by(cell), RATE_TASKS, other, orders, seed)
+            if untried or math.isnan(rate):
                 continue
             for number, s in enumerate(self.seeds):
                 for draw, plan in enumerate(draws(cell)):
@@ -150,24 +161,33 @@ class Cells:
             found += self._train(runs, self.seeds[number], busy)[::-1]  # short ones first: the time may run out
         return ranking + found
 
-    def _ranked(self, task: str, seed: int) -> dict[str, Sequence[int]]:
-        return {score: ranking["order"] for score, ranking in self.place.rankings(task, seed).items()}
+    def orders(self) -> dict[tuple[str, int], dict[str, Sequence[int]]]:
+        """The layers of each task and seed by all scores, best first."""
+        return {(t, s): self.fixed | self._ranked(t, s) for s in self.seeds for t in self.every_task}
 
-    def chosen_rate(
-        self, cell: str, done: Mapping[str, Mapping[tuple, dict]], orders: Any
-    ) -> tuple[float, list[float]]:
+    def _ranked(self, task: str, seed: int) -> dict[str, Sequence[int]]:
+        found = {score: ranking["order"] for score, ranking in self.place.rankings(task, seed).items()}
+        return found | {f"lowest_{score}": order[::-1] for score, order in found.items()}
+
+    def _judged_by(self, cell: str) -> list[str]:
+        """The plans whose held-out mean gives a cell its rate."""
+        if self.shared and ":" in cell:
+            return [draws(f"{kind}:{cell.split(':')[1]}")[0] for kind in self.shared]
+        return draws(cell)[:1]
+
+    def chosen_rate(self, cell: str, done: Mapping[str, Mapping], orders: Any) -> tuple[float, list[float]]:
         """The rate of a cell, and those still to be tried; see `search`."""
-        plan, seed = draws(cell)[0], self.seeds[0]
+        plans, seed = self._judged_by(cell), self.seeds[0]
         try:
-            tunings = {task: methods.resolve(plan, orders[task, seed]) for task in RATE_TASKS}
+            tunings = [(task, methods.resolve(plan, orders[task, seed])) for task in RATE_TASKS for plan in plans]
         except KeyError:
             return math.nan, []
         values = {}
-        for rate in {rate for task in RATE_TASKS for tuning, rate, s in done[task] if tuning == tunings[task]}:
-            runs = [done[task].get((tunings[task], rate, seed)) for task in RATE_TASKS]
+        for rate in {rate for task in RATE_TASKS for _, rate, _ in done[task]}:
+            runs = [done[task].get((tuning, rate, seed)) for task, tuning in tunings]
             if all(runs):
                 values[rate] = float(np.mean([run["held_out"][run["metric"]] for run in runs]))
-        family = methods.family(tunings[RATE_TASKS[0]])
+        family = methods.family(tunings[0][1])
         start = FEW_LAYERS if cell.endswith(":1") else methods.RATES[family]
         return search(values, start, LADDERS.get(family, LADDER))
 

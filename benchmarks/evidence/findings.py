@@ -20,6 +20,8 @@ from benchmarks.evidence.jobs import RANDOM_DRAWS
 
 
 RESULTS = device.RESULTS / "evidence"
+EQUAL = 1e-9
+"""Points that are no difference, but rounding of a sum."""
 TRIED = {"trial": ("alternate", "middle", "last"), "trial_random": ("random0", "random1", "random2")}
 """Plans that tune three choices of k layers in turn and keep the best by the held-out rows."""
 
@@ -33,19 +35,21 @@ class Results:
 
     def __init__(self, folder: Path):
         self.folder = folder
-        chosen = json.loads((folder / "rates.json").read_text())
+        rates = folder / "rates.json"
+        chosen = json.loads(rates.read_text()) if rates.exists() else {"chosen": {}, "held_out": {}}
         self.rates, self.held_out_by_rate = chosen["chosen"], chosen["held_out"]
         self.every_run = [run for file in sorted(folder.glob("runs/*.jsonl")) for run in records.read(file)]
+        self.every_run = [run for run in self.every_run if run.get("revision", 1) == 1]  # `cells` has the others
         self.runs = {
             (r["task"], r["tuning"], r["seed"]): r
             for r in self.every_run
-            if r["rate"] == self.rates[methods.family(r["tuning"])]
+            if r["rate"] == self.rates.get(methods.family(r["tuning"]))
         }
         sizes = folder / "tasks.json"
         self.sizes: dict[str, dict] = json.loads(sizes.read_text()) if sizes.exists() else {}
         self.seeds = sorted({seed for _, _, seed in self.runs})
         self.rankings: dict[tuple[str, int], dict[str, dict]] = {}
-        ranked = records.read(folder / "rankings.jsonl")
+        ranked = [r for r in records.read(folder / "rankings.jsonl") if r.get("revision", 1) == 1]
         for seed in self.seeds:
             for r in ranked:
                 if r["seed"] == seed or (r["seed"] == 0 and r["score"] in criteria.COSTLY):
@@ -217,12 +221,12 @@ class Difference:
     @property
     def better(self) -> int:
         """On how many tasks it is ahead."""
-        return sum(d > 0 for d in self.by_task)
+        return sum(d > EQUAL for d in self.by_task)
 
     @property
     def worse(self) -> int:
         """On how many tasks it is behind."""
-        return sum(d < 0 for d in self.by_task)
+        return sum(d < -EQUAL for d in self.by_task)
 
     def __str__(self) -> str:
         return f"{number(self.mean, sign=True)} ± {number(self.over_tasks)} ({number(self.over_seeds)})"

@@ -6,7 +6,7 @@ import copy
 import json
 import time
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import transformers
 
-from benchmarks.evidence import criteria, methods, models, records, tasks, training, warm_start
+from benchmarks.evidence import criteria, decoders, methods, models, prompts, records, tasks, training, warm_start
 from benchmarks.evidence.training import Trainee
 from peft_surgical.ranking.rank import rank_layers
 
@@ -49,11 +49,15 @@ class Place:
 
     def load(self, task: str, seed: int) -> torch.nn.Module:
         """The pretrained model with a fresh head."""
+        if self.is_decoder:
+            return decoders.load(self.model, task, self.device)
         made = tasks.TASKS[task]
         return models.load(self.model, made.outputs, choices=made.choices, seed=seed, device=self.device)
 
     def read(self, task: str) -> tasks.TaskData:
         """The rows of a task, on the CPU."""
+        if self.is_decoder:
+            return decoders.read(self.model, task)
         tokenizer = transformers.AutoTokenizer.from_pretrained(self.model)
         return tasks.load_cached(task, tokenizer, self.data, self.cache)
 
@@ -61,6 +65,15 @@ class Place:
         """The rows of a task, on the device."""
         data = self.read(task)
         return tasks.TaskData(*(part.to(self.device) for part in (data.train, data.held_out, data.validation)))
+
+    @cached_property
+    def is_decoder(self) -> bool:
+        """Whether the model answers prompts."""
+        return decoders.is_decoder(self.model)
+
+    def task(self, name: str) -> tasks.Task:
+        """What a task is for this model."""
+        return (prompts if self.is_decoder else tasks).TASKS[name]
 
     def lengths(self, task: str) -> torch.Tensor:
         """How many tokens the training rows of a task have."""
@@ -140,8 +153,10 @@ class Job:
 
 def train_job(place: Place, job: Job) -> None:
     """Train several models of a task in step, and write a result for each."""
-    task, data = tasks.TASKS[job.task], place.rows(job.task)
+    task, data = place.task(job.task), place.rows(job.task)
+    plain = decoders.plain_text(place.model).to(place.device) if place.is_decoder else None
     base = place.load(job.task, job.seed)
+    before = decoders.plain_loss(base, plain) if plain is not None else None
     began = time.perf_counter()
     trainees = []
     for tuning, rate in zip(job.items, job.rates, strict=True):
@@ -162,6 +177,7 @@ def train_job(place: Place, job: Job) -> None:
             "metric": task.metric,
             "validation": measured,
             "held_out": {task.metric: trainee.best.rank[0], "loss": -trainee.best.rank[1]},
+            **({"plain": [before, decoders.plain_loss(trainee.model, plain)]} if plain is not None else {}),
             "best_epoch": trainee.best.epoch,
             "history": trainee.history,
             **methods.size(trainee.model),
@@ -176,14 +192,20 @@ def train_job(place: Place, job: Job) -> None:
 
 def rank_job(place: Place, job: Job) -> None:
     """Rank the layers of a task by several scores."""
-    features = place.rows(job.task).train.to("cpu").features()
-    model = place.load(job.task, job.seed)
+    rows = place.read(job.task).train
+    if place.is_decoder:
+        features = decoders.features(place.model, job.task, rows)
+        model = decoders.plain_model(place.model).to(place.device)
+    else:
+        features, model = rows.features(), place.load(job.task, job.seed)
     errors = []
     for score in job.items:
         name, seed = (score, job.seed)
+        name = name.removesuffix("_sampled")
         if score.startswith("random"):
             name, seed = "random", job.seed * RANDOM_DRAWS + int(score.removeprefix("random"))
-        options = {"num_samples": criteria.SAMPLES.get(score, 100), "seed": seed, "progress": False}
+        labels = {"labels": "sampled"} if score.endswith("_sampled") else {}
+        options = labels | {"num_samples": criteria.SAMPLES.get(score, 100), "seed": seed, "progress": False}
         began = time.perf_counter()
         try:
             ranking = rank_layers(model, features, score=name, **options)

@@ -4,6 +4,8 @@
     head                        the head alone
     layers-3.4.5                all parameters of these layers (SurgicalConfig)
     lora-I, lora-II             PEFT's LoRA with r = 64 on query, key, value (II: and the attention's output)
+    lora-16, lora-64            PEFT's LoRA with such a rank on all linear maps of the layers
+    mlp, attention, norms       these parts of all layers
     bitfit                      the bias terms of all layers (StratifiedConfig)
     spafit-2-4-II               SPAFIT: layers 0 to 2 frozen, 3 and 4 bias terms, from 5 on LoRA (StratifiedConfig)
     strata-II-lora.5.6-bitfit.7 LoRA on these layers, bias terms on those, the rest frozen (StratifiedConfig)
@@ -33,6 +35,9 @@ RANK, ALPHA = 64, 128
 
 RATES: dict[str, tuple[float, ...]] = {
     "full": (2e-5, 5e-5, 1e-4),
+    "mlp": (2e-5, 5e-5, 1e-4),
+    "attention": (2e-5, 5e-5, 1e-4),
+    "norms": (3e-4, 1e-3, 3e-3),
     "layers": (5e-5, 1e-4, 2e-4),
     "lora": (1e-4, 3e-4, 1e-3),
     "bitfit": (3e-4, 1e-3, 3e-3),
@@ -40,6 +45,8 @@ RATES: dict[str, tuple[float, ...]] = {
     "head": (3e-4, 1e-3, 3e-3),
 }
 """The learning rates that are tried, three for each family of methods."""
+PARTS = {"mlp": r"\.mlp\.", "attention": r"\.self_attn\.", "norms": r"norm\.weight$"}
+"""The parameters of parts of a decoder."""
 
 
 def representatives(depth: int) -> dict[str, str]:
@@ -127,6 +134,10 @@ def adapt(model: nn.Module, tuning: str) -> nn.Module:
             if path.split(".")[-1] in heads:
                 module.requires_grad_(True)
         return model
+    if tuning in PARTS:
+        for path, parameter in model.named_parameters():
+            parameter.requires_grad_(bool(re.search(PARTS[tuning], path)))
+        return model
     return get_peft_model(model, _config(model, tuning, heads))
 
 
@@ -136,6 +147,8 @@ def _config(model: nn.Module, tuning: str, heads: list[str]):
     if match := re.fullmatch(r"lora-(I|II)", tuning):
         targets = attention_names(model, resolve_layers(model, "all"), match[1])
         return LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=targets, modules_to_save=heads)
+    if match := re.fullmatch(r"lora-(\d+)", tuning):
+        return LoraConfig(r=int(match[1]), lora_alpha=2 * int(match[1]), target_modules="all-linear")
     if tuning == "bitfit":
         return StratifiedConfig.full_bitfit(modules_to_save=heads)
     if tuning.startswith("spafit-"):
@@ -161,7 +174,9 @@ def size(model: nn.Module) -> dict[str, int]:
     """How much a model that was made ready trains, and how large the file of a task is."""
     trained = [p for p in model.parameters() if p.requires_grad]
     tuned = any(isinstance(module, BaseTunerLayer) for module in model.modules())
-    saved: list[torch.Tensor] = list(get_peft_model_state_dict(model).values()) if tuned else list(trained)
+    saved: list[torch.Tensor] = (
+        list(get_peft_model_state_dict(model, save_embedding_layers=False).values()) if tuned else list(trained)
+    )
     heads = set(head_names(model.get_base_model() if tuned else model))
     in_head = [p for path, p in model.named_parameters() if p.requires_grad and heads & set(path.split("."))]
     return {

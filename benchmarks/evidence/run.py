@@ -68,6 +68,9 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--processes", type=int, nargs="+", default=[4], help="in all; several numbers for check")
     parser.add_argument("--minutes", type=float, default=1e9, help="when to stop, from the start on")
     parser.add_argument("--methods", nargs="+", default=[*cells.KINDS, "full", "lora-II"], help="for cells")
+    parser.add_argument(
+        "--share", nargs="+", help="for cells: ways to choose layers whose mean gives all of a k a rate"
+    )
     parser.add_argument("--k", type=int, nargs="+", help="for cells; default: 1, 3 and 5 of 12 layers")
     parser.add_argument("--rate", type=float, help="for cells; default: the one that held-out rows choose")
     options = parser.parse_args(arguments)
@@ -80,7 +83,7 @@ def rate_jobs(place: Place) -> list[Job]:
     """Every learning rate of every family of methods, on a few tasks."""
     orders = {"alternate": alternate(place.depth)}
     chosen = {f: methods.resolve(plan, orders) for f, plan in methods.representatives(place.depth).items()}
-    wanted = [(t, chosen[f], r) for t in RATE_TASKS for f, tried in methods.RATES.items() for r in tried]
+    wanted = [(t, chosen[f], r) for t in RATE_TASKS for f in chosen for r in methods.RATES[f]]
     return train_jobs(place, wanted, 0)
 
 
@@ -139,7 +142,7 @@ def phases(place: Place, options: argparse.Namespace) -> Iterator[list[Job]]:
 
 def sizes(place: Place, task: str) -> dict[str, Any]:
     """How large a task is as it is run."""
-    made, data = tasks.TASKS[task], place.read(task)
+    made, data = place.task(task), place.read(task)
     counts = None if made.regression else data.validation.labels.bincount()
     return {
         "revision": made.revision,
@@ -160,7 +163,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     until += 60 * options.minutes
     device = "cuda" if torch.cuda.is_available() else "cpu"
     place = Place(options.model, options.data, options.results, options.cache, device)
-    rates = options.command in ("rates", "all") or (options.command == "cells" and not options.rate)
+    rates = options.command == "cells" and not options.rate
     for task in dict.fromkeys((*RATE_TASKS, *options.tasks) if rates else options.tasks):
         place.read(task)  # into the cache, before several processes want it
     known = place.sizes()
@@ -186,7 +189,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         with Pool(place, options.processes[0], until) as pool:
             if options.command == "cells":
                 names = cells.cell_names(options.methods, options.k or cells.default_counts(place.depth))
-                wanted = cells.Cells(place, names, options.tasks, options.seeds, options.rate)
+                wanted = cells.Cells(place, names, options.tasks, options.seeds, options.rate, options.share)
                 begun = pool.do(more=wanted.jobs)
             else:
                 begun = 0

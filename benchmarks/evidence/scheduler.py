@@ -41,10 +41,14 @@ def work(place: Place, pipe: Connection) -> None:
         try:
             do(place, job)
         except Exception as error:
-            full = isinstance(error, torch.OutOfMemoryError)
-            pipe.send(OUT_OF_MEMORY if full else traceback.format_exc())
+            pipe.send(OUT_OF_MEMORY if is_out_of_memory(error) else traceback.format_exc())
             return
         pipe.send("")
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether the memory was full, be it in the midst of capturing a CUDA graph, which then fails in its own way."""
+    return error is not None and (isinstance(error, torch.OutOfMemoryError) or is_out_of_memory(error.__context__))
 
 
 def do(place: Place, job: Job) -> None:

@@ -18,6 +18,7 @@ from benchmarks.evidence import comparison_tables as comparisons
 from benchmarks.evidence import layer_tables as layers
 from benchmarks.evidence import methods, plans, tasks
 from benchmarks.evidence import size_tables as sizes
+from benchmarks.evidence.cell_tables import cells_table
 from benchmarks.evidence.findings import RESULTS, Results
 
 
@@ -70,6 +71,7 @@ def tasks_as_run(results: Results) -> str:
 TABLES: dict[str, Callable[[Results], str]] = {
     "tasks": tasks_as_run,
     "coverage": coverage,
+    "cells": cells_table,
     "rates": learning_rates,
     "lodha": comparisons.lodha,
     "lodha-relative": comparisons.lodha_relative,

@@ -208,6 +208,11 @@ def load(name: str, tokenizer: Any, data: Path) -> TaskData:
     Returns:
         Its rows.
     """
+    return TaskData(*(encode(TASKS[name], rows, tokenizer) for rows in frames(name, data)))
+
+
+def frames(name: str, data: Path) -> list[pd.DataFrame]:
+    """The rows of a task to train on, those held out, and those of the validation split."""
     task = TASKS[name]
     files = [data / task.folder / f"{split}.parquet" for split in ("train", "validation")]
     if missing := [str(file) for file in files if not file.exists()]:
@@ -216,7 +221,7 @@ def load(name: str, tokenizer: Any, data: Path) -> TaskData:
         )
     train, validation = (pd.read_parquet(file) for file in files)
     kept, held_out = _cut(task, train)
-    return TaskData(*(encode(task, rows, tokenizer) for rows in (train.iloc[kept], train.iloc[held_out], validation)))
+    return [train.iloc[kept], train.iloc[held_out], validation]
 
 
 def load_cached(name: str, tokenizer: Any, data: Path, cache: Path) -> TaskData:
@@ -266,10 +271,11 @@ def encode(task: Task, rows: pd.DataFrame, tokenizer: Any) -> Rows:
     lengths = needed.amax(1) if task.choices else needed
     longest = min(task.length, -(-int(lengths.max()) // PAD_TO) * PAD_TO)
     labels = torch.tensor(rows["label"].to_numpy(), dtype=torch.float32 if task.regression else torch.long)
-    return Rows({name: t[..., :longest] for name, t in inputs.items()}, lengths, labels, _questions(rows))
+    return Rows({name: t[..., :longest] for name, t in inputs.items()}, lengths, labels, questions(rows))
 
 
-def _questions(rows: pd.DataFrame) -> Tensor:
+def questions(rows: pd.DataFrame) -> Tensor:
+    """Numbers the rows by the question that they belong to."""
     if len(rows) and isinstance(rows["idx"].iloc[0], dict):
         keys = [(i["paragraph"], i["question"]) for i in rows["idx"]]
         return torch.tensor(pd.factorize(pd.Series(keys))[0])
@@ -281,7 +287,7 @@ def score(task: Task, logits: Tensor, rows: Rows) -> dict[str, float]:
 
     Args:
         task: The task.
-        logits: What the model says, (rows, outputs).
+        logits: What the model says, (rows, outputs or more).
         rows: The rows it says it of.
 
     Returns:
@@ -294,7 +300,7 @@ def score(task: Task, logits: Tensor, rows: Rows) -> dict[str, float]:
         said = pd.Series(logits.float().cpu().numpy()[:, 0])
         given = pd.Series(truth)
         return {name: float(np.nan_to_num(said.corr(given, method=name))) for name in ("pearson", "spearman")}
-    said = logits.float().cpu().numpy().argmax(-1)
+    said = logits[:, : task.outputs].float().cpu().numpy().argmax(-1)
     right = pd.Series(said == truth).groupby(rows.questions.cpu().numpy()).all()
     average = "binary" if task.outputs == 2 else "macro"
     return {

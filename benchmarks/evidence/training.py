@@ -111,7 +111,8 @@ def halve_frozen(model: nn.Module) -> nn.Module:
     for parent in model.modules():
         for child in parent.children():
             frozen = not any(p.requires_grad for p in child.parameters())
-            if type(child) is nn.Linear and frozen and not isinstance(parent, TunedModule):
+            tied = child is getattr(model, "lm_head", None)
+            if type(child) is nn.Linear and not tied and frozen and not isinstance(parent, TunedModule):
                 child.to(torch.bfloat16)
     return model
 

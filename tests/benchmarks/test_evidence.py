@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import os
 import re
 import types
@@ -23,8 +24,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedTokenizerFast
 
 from benchmarks.evidence import (
+    cell_tables,
     cells,
     criteria,
+    decoders,
     findings,
     jobs,
     layer_tables,
@@ -33,6 +36,7 @@ from benchmarks.evidence import (
     plans,
     plots,
     probes,
+    prompts,
     records,
     run,
     scheduler,
@@ -457,6 +461,12 @@ def test_intervals_are_students_over_tasks_and_welchs_over_seeds():
     assert np.isnan(findings.Difference([[], [2.0, 3.0]]).mean)
 
 
+def test_a_tie_is_a_tie():
+    found = findings.Difference([[0.1, 0.2, -0.3], [1.0], [-1.0, -2.0]])
+    assert float(np.mean(found.values[0])) != 0.0  # the sum is rounded
+    assert (found.better, found.worse) == (1, 1)
+
+
 def test_effects_are_what_dummies_for_tasks_and_seeds_give():
     rng = np.random.default_rng(0)
     frame = pd.DataFrame({"task": ["a", "b", "c"] * 20, "seed": [0] * 30 + [1] * 30, "pairs": rng.integers(0, 4, 60)})
@@ -499,7 +509,7 @@ def test_learning_rates_are_tried_with_nothing_in_the_cache(place, tmp_path, mon
     call(place, "rates", "--tasks", "copa", "--cache", str(tmp_path / "cache"), "--results", str(tmp_path / "results"))
     tried = {(method, rate) for job in begun for method, rate in zip(job.items, job.rates, strict=True)}
     assert {job.task for job in begun} == {"cola"}
-    assert len(tried) == sum(map(len, methods.RATES.values()))
+    assert len(tried) == sum(len(methods.RATES[family]) for family in methods.representatives(6))
 
 
 def best_at(rate: float):
@@ -534,6 +544,25 @@ def test_the_rate_of_a_cell_has_a_worse_one_on_either_side(place, tmp_path, monk
     assert {file: file.read_bytes() for file in tmp_path.rglob("*.jsonl")} == before
 
 
+def test_the_table_of_cells_pairs_each_with_full_tuning(tmp_path, monkeypatch):
+    for module in (cells, cell_tables):
+        monkeypatch.setattr(module, "RATE_TASKS", ("cola", "rte"))
+    for task, ahead in (("cola", 0.02), ("rte", -0.05)):
+        for tuning, more in (("full", 0.0), ("layers-15.16.17", ahead)):
+            for rate in (2e-5, 5e-5, 1e-4, 2e-4):
+                held_out = {"accuracy": 0.9 - abs(np.log(rate / 5e-5)), "loss": 0.0}
+                same = {"task": task, "seed": 0, "metric": "accuracy", "held_out": held_out}
+                own = {"tuning": tuning, "rate": rate, "validation": {"accuracy": 0.5 + more}}
+                records.append(tmp_path / f"runs/{task}.jsonl", same | own)
+        ranking = {"task": task, "seed": 0, "score": "snr", "order": list(range(18)), "scores": [0.0] * 18}
+        records.append(tmp_path / "rankings.jsonl", ranking)
+    monkeypatch.setattr(cells, "default_counts", lambda depth: [3])
+    row = next(r for r in cell_tables.cells_table(findings.Results(tmp_path)).splitlines() if r.startswith("| last "))
+    assert [cell.strip() for cell in row.split("|")[1:6]] == ["last", "3", "5e-05", "2", "48.50"]
+    assert "-1.50 ±" in row
+    assert "1:1" in row
+
+
 def test_one_cell_is_one_command(place, tmp_path, monkeypatch):
     monkeypatch.setitem(tasks.TASKS, "copa", replace(tasks.TASKS["copa"], epochs=1, revision=3))
     records.append(tmp_path / "runs/copa.jsonl", {"task": "copa", "tuning": "layers-5", "rate": 1e-3, "seed": 0})
@@ -550,6 +579,88 @@ def test_jobs_that_fail_are_not_begun_again(tmp_path):
     job = jobs.Job("train", "nothing of that name", 0, ("full",), (1.0,))
     with scheduler.Pool(place, 1) as pool:
         assert pool.do(more=lambda busy: [] if busy else [job]) == 0
+
+
+@pytest.fixture(scope="module")
+def decoder(place) -> Path:
+    """What `decoders.unpack` makes, of a tiny random model, with prompts of the made-up tasks."""
+    folder, tokenizer = place / "decoder", make_tokenizer()
+    build("gemma3", vocab_size=len(tokenizer), sliding_window=512).save_pretrained(folder)
+    (folder / "tasks").mkdir()
+    for name in ("cola", "rte", "copa"):
+        rows = [prompts.encode(name, frame, tokenizer) for frame in tasks.frames(name, place / "data")]
+        torch.save(tasks.TaskData(*rows), folder / f"tasks/{name}-1.pt")
+    (folder / "answers.json").write_text(json.dumps(dict.fromkeys(("cola", "rte", "copa", "stsb"), [30, 7])))
+    torch.save(torch.randint(4, 90, (6, 12), generator=torch.Generator().manual_seed(0)), folder / "plain.pt")
+    return folder
+
+
+def test_a_decoder_answers_as_transformers_has_it(decoder):
+    rows = decoders.read(decoder, "rte").validation
+    plain, model = decoders.plain_model(decoder).eval(), decoders.load(decoder, "rte").eval()
+    with torch.no_grad():
+        logits = model(**rows.inputs).logits
+        amounts = decoders.load(decoder, "stsb").eval()(**rows.inputs).logits
+        for row, ids in enumerate(rows.inputs["input_ids"]):
+            alone = plain(input_ids=ids[None, : int(rows.lengths[row])]).logits[0, -1]
+            torch.testing.assert_close(logits[row, :2], alone[[30, 7]])
+            torch.testing.assert_close(logits[row].logsumexp(0), alone.logsumexp(0))
+            torch.testing.assert_close(amounts[row, 0], alone[[30, 7]].softmax(0)[1])
+    ids = decoders.plain_text(decoder)
+    assert decoders.plain_loss(plain, ids, batch=4) == pytest.approx(float(plain(ids, labels=ids).loss), rel=1e-2)
+
+
+def test_layers_of_a_decoder_are_ranked_by_the_loss_on_the_answer(decoder):
+    rows = decoders.read(decoder, "copa").train.take(torch.arange(4))
+    plain, model = decoders.plain_model(decoder).eval(), decoders.load(decoder, "copa").eval()
+    for row, feature in enumerate(decoders.features(decoder, "copa", rows)):
+        one = rows.take(torch.tensor([row]))
+        loss = training.task_loss(model(**one.inputs).logits, one.labels)
+        torch.testing.assert_close(plain(**{name: t[None] for name, t in feature.items()}).loss, loss)
+
+
+@pytest.mark.parametrize("tuning", ["full", "layers-0.2", "lora-16", "mlp"])
+def test_a_step_of_a_decoder_can_become_a_cuda_graph(decoder, tuning):
+    rows = decoders.read(decoder, "rte").train.take(torch.arange(4))
+    trainee = training.Trainee(training.halve_frozen(methods.adapt(decoders.load(decoder, "rte"), tuning)), 1e-3)
+    inputs = training.cut(rows, torch.arange(4), 64)
+    trainee.step(inputs, rows.labels)
+    with Recorded() as recorded:
+        trainee.step(inputs, rows.labels)
+    assert recorded.waits == []
+
+
+def test_a_decoder_goes_the_same_way(place, decoder, tmp_path, monkeypatch):
+    monkeypatch.setitem(prompts.TASKS, "copa", replace(prompts.TASKS["copa"], epochs=1))
+    wanted = ("full", "lora-16", "mlp", "norms", "lowest_fisher_sampled", "spread", "last")
+    common = ["--model", str(decoder), "--data", str(place / "data"), "--tasks", "copa", "--processes", "0"]
+    common += ["--results", str(tmp_path), "--rate", "1e-3", "--k", "2", "--methods", *wanted]
+    run.main(["cells", *common])
+    found = {r["tuning"]: r for r in records.read(tmp_path / "runs/copa.jsonl")}
+    (ranked,) = records.read(tmp_path / "rankings.jsonl")
+    lowest = methods.layers_name(ranked["order"][-2:])
+    assert set(found) == {"full", "lora-16", "mlp", "norms", lowest, "layers-1.3", "layers-2.3"}
+    model = decoders.plain_model(decoder)
+    mlp = sum(p.numel() for n, p in model.named_parameters() if ".mlp." in n)
+    assert found["mlp"]["trained_parameters"] == mlp
+    assert found["full"]["trained_parameters"] == sum(p.numel() for p in model.parameters())
+    assert found["mlp"]["head_parameters"] == 0
+    before, after = found["full"]["plain"]
+    assert before == pytest.approx(found["mlp"]["plain"][0])
+    assert before != after
+
+
+def test_ways_to_choose_layers_can_share_a_rate(place, tmp_path, monkeypatch):
+    for module in (cells, run):
+        monkeypatch.setattr(module, "RATE_TASKS", ("cola", "rte"))
+    monkeypatch.setitem(jobs.JOBS, "train", best_at(1e-4))
+    shared = ("--share", "last", "spread")
+    call(place, "cells", "--methods", "middle", "--k", "2", "--results", str(tmp_path), *shared)
+    tried = {tuning: set() for tuning in ("layers-4.5", "layers-1.4", "layers-2.3")}
+    for r in records.read(tmp_path / "runs/cola.jsonl"):
+        tried[r["tuning"]].add(r["rate"])
+    assert tried["layers-4.5"] == tried["layers-1.4"] == {5e-5, 1e-4, 2e-4}
+    assert tried["layers-2.3"] == {1e-4}
 
 
 def test_results_do_not_go_to_those_of_the_documentation(monkeypatch):
@@ -671,6 +782,13 @@ def test_a_job_that_is_too_large_is_done_in_halves(tmp_path, monkeypatch):
         pool.do([jobs.Job("train", "nothing of that name", 0, ("full", "head"), (1.0, 1.0))])
         assert pool.workers[0].process is not old  # an error ends a process, and another takes its place
         assert pool.workers[0].process.is_alive()
+
+
+def test_full_memory_is_seen_behind_what_it_broke():
+    first, later = torch.OutOfMemoryError(), RuntimeError("capturing stream has unjoined work")
+    later.__context__ = first
+    assert scheduler.is_out_of_memory(later)
+    assert not scheduler.is_out_of_memory(RuntimeError("another"))
 
 
 def test_a_model_travels_in_parts(place, tmp_path):
