@@ -1,7 +1,6 @@
 """Whether `rank_layers` is right on every architecture of transformers, tiny and random.
 
 python -m benchmarks.architectures.ranking --output FOLDER [MODEL_TYPE ...]
-python -m benchmarks.architectures.ranking --show FILE
 
 Each is ranked by hooks in batches of mixed lengths, padded on the right and on the left, and by a plain loop over
 samples without padding that differentiates the model's own loss, in float64. Then in float32, bfloat16 and float16,

@@ -2,7 +2,6 @@
 
 python -m benchmarks.architectures.round_trip                 # all of them; half an hour on a CPU
 python -m benchmarks.architectures.round_trip bert zamba
-python -m benchmarks.architectures.round_trip --show FILE
 
 Train two steps, save, load on a fresh base; a second adapter with other layers, switch, disable, delete; merge, save,
 load with plain transformers. Each output must be what it was, bit for bit.

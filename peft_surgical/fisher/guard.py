@@ -27,7 +27,7 @@ from peft_surgical.fisher.tasks import NEXT_TOKENS, TOKENS
 
 logger = logging.getLogger(__name__)
 
-TOLERANCE = {torch.bfloat16: 0.5, torch.float16: 0.5}
+TOLERANCE = {torch.bfloat16: 0.25, torch.float16: 0.25}
 """How far a gradient may be off, as a part of its norm; in other types 1 %."""
 
 

@@ -76,7 +76,8 @@ def untouched(model: nn.Module, seed: int = 0) -> Iterator[None]:
 @contextmanager
 def _uninterrupted() -> Iterator[None]:
     """A context that Ctrl-C ends only after its end."""
-    if threading.current_thread() is not threading.main_thread():  # which alone is interrupted
+    alone = threading.current_thread() is threading.main_thread()  # only the main thread is interrupted
+    if not alone or signal.getsignal(signal.SIGINT) is None:
         yield
         return
     pressed = False

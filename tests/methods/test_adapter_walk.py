@@ -4,7 +4,7 @@ What each adapter's weights are is kept in a dictionary beside the model: read o
 loading, combining and swapping. After every step a plain model of transformers with these weights must give the same
 answer: bit for bit for SURGICAL, to rounding where LoRA adds a product.
 
-PEFT_SURGICAL_WALKS=10000 pytest tests/methods/test_random_walk.py -k many
+PEFT_SURGICAL_WALKS=10000 pytest tests/methods/test_adapter_walk.py -k many
 """
 
 from __future__ import annotations
