@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("transformers.conversion_mapping", reason="the sweeps are those of transformers 5")
 
-from benchmarks.architectures import merged_checkpoints, round_trip  # noqa: E402
+from benchmarks.architectures import merged_checkpoints, ranking, round_trip  # noqa: E402
 from benchmarks.architectures.tiny_models import architectures, over  # noqa: E402
 
 
@@ -51,3 +51,17 @@ def test_what_ends_one_process_does_not_end_the_sweep():
     [(entry, row)] = over(_die, [ENTRIES["bert"]])
     assert entry.model_type == "bert"
     assert "SystemExit" in row["crash"]
+
+
+RANKED = [
+    "bert", "roberta", "distilbert", "albert", "electra", "deberta-v2", "modernbert", "convbert", "xlnet",
+    "xlm", "gpt2", "gpt_neox", "opt", "bloom", "falcon", "llama", "qwen2", "gemma2", "mixtral", "deepseek_v3", "mamba",
+    "t5", "bart", "whisper", "vit", "convnext", "regnet", "cvt", "wav2vec2",
+]  # fmt: skip
+QUICK = ("bert", "llama", "mixtral", "convnext", "convbert")
+
+
+@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in RANKED])
+def test_rankings_equal_a_loop_over_samples_that_differentiates_the_models_own_loss(name):
+    found = ranking.examine(ENTRIES[name])
+    assert found["outcome"] == "right", found

@@ -377,6 +377,21 @@ def test_an_encoder_decoder_without_a_helper_for_labels_can_be_ranked(engine):
     assert found == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_quantised_base_scores_as_its_dequantised_weights(bits, tmp_path):
+    """Also on a CPU, where 4-bit weights are packed in evaluation and lose their backward pass."""
+    pytest.importorskip("bitsandbytes")
+    options = {"num_key_value_heads": 2, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
+    tiny_models.build("llama", **options).save_pretrained(tmp_path)
+    kind = {4: {"load_in_4bit": True, "bnb_4bit_compute_dtype": torch.float32}, 8: {"load_in_8bit": True}}[bits]
+    config = transformers.BitsAndBytesConfig(**kind)
+    model = transformers.LlamaForCausalLM.from_pretrained(tmp_path, quantization_config=config, dtype=torch.float32)
+    rows = texts(model)
+    found = rank(model, rows, data_collator=lambda part: padded(part, "right"))
+    expected = rank(model.dequantize().float(), rows, data_collator=lambda part: padded(part, "right"))
+    assert found == pytest.approx(expected, rel=1e-4 if bits == 4 else 0.05)  # 8 bits round the inputs too
+
+
 # ---- messages and interrupts
 
 

@@ -65,10 +65,22 @@ def test_signal_to_noise_equals_numpy():
                 s = np.linalg.svd(parameter.detach().numpy(), compute_uv=False)
                 sigma = (np.percentile(s, 75) - np.percentile(s, 25)) / 1.349
                 edge = sigma * (1 + np.sqrt(min(parameter.shape) / max(parameter.shape)))
-                noise = max(s[s <= edge].sum(), np.finfo(float).eps * s.max())
-                ratios.append(s[s > edge].sum() / noise / s.max())
+                is_noise = (s <= edge) | (np.arange(len(s)) == len(s) - 1)  # the smallest always
+                ratios.append(s[~is_noise].sum() / s[is_noise].sum() / s.max())
         expected.append(np.mean(ratios))
     assert score(model, "snr") == pytest.approx(expected, rel=1e-9)
+
+
+def test_a_signal_to_noise_ratio_is_finite_where_nothing_is_noise():
+    model = tiny_models.build("bert", num_hidden_layers=3)
+    for n, layer in enumerate(model.bert.encoder.layer):
+        for p in layer.parameters():
+            if p.dim() == 2:  # singular values close together, far above their spread
+                u, _, v = torch.linalg.svd(p.detach(), full_matrices=False)
+                p.data = u @ torch.diag(torch.linspace(10, 10 + n + 1, u.shape[1])) @ v
+    scores = score(model, "snr")
+    assert all(0 < s < 100 for s in scores)
+    assert len(set(scores)) == 3
 
 
 def test_scores_without_data():
