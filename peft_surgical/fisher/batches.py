@@ -75,6 +75,8 @@ def model_inputs(model: nn.Module, batch: Batch, names: set[str] | None) -> dict
     inputs = {k: v for k, v in batch.inputs.items() if k not in LABELS and (names is None or k in names)}
     labels = batch.inputs.get("labels")
     prepare: Any = getattr(model, "prepare_decoder_input_ids_from_labels", None)
+    if type(model).__name__.endswith("EncoderDecoderModel"):  # which makes a mask of them, too
+        prepare = None
     given = {"decoder_input_ids", "decoder_inputs_embeds"} & inputs.keys()
     of_tokens = isinstance(labels, Tensor) and labels.dim() == 2 and not labels.is_floating_point()
     if of_tokens and names and "decoder_input_ids" in names and not given:

@@ -152,6 +152,8 @@ class GradientListener:
     def _listen(self, target: HookTarget, layout: CallLayout | None, args: tuple, kwargs: dict, output: Tensor) -> Any:
         x = args[0] if args else tree_flatten(kwargs)[0][0]
         if self.usual:
+            if len(args) + len(kwargs) > 1 and sum(isinstance(a, Tensor) for a in (*args, *kwargs.values())) > 1:
+                raise Unusual(f"{target.name} has several inputs")
             self._check_usual(target, x, output)
         elif layout is not None:
             self._check_size(target, x, layout.inputs[0])

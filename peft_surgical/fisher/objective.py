@@ -93,6 +93,11 @@ class TaskObjective:
                 f"labels={self.labels!r} needs labels in the data, and it has the columns {sorted(batch.inputs)}. Add "
                 "a column 'labels', or use labels='sampled' or 'exact' for a task with one label to a sample."
             )
+        if labels is not None and labels.shape != distribution.shape:
+            raise ValueError(
+                f"The labels have the shape {tuple(labels.shape)} and the outputs {tuple(distribution.shape)}, classes "
+                "aside. Give log_likelihood=, a function (outputs, batch) -> (N,)."
+            )
         valid = self._valid(distribution, labels, batch)
         values = self._values(distribution, labels, valid, batch)  # (K, N, S)
         if self.unit == "token":
@@ -106,7 +111,7 @@ class TaskObjective:
     def mean_loss(self, outputs: Any, batch: Batch) -> float:
         """What the model's own loss should be for the batch's labels; NaN if there are none."""
         labels, distribution = self._labels(batch), self.reader.distribution(outputs, batch)
-        if labels is None:
+        if labels is None or labels.shape != distribution.shape:
             return math.nan
         return distribution.mean_loss(labels, self._valid(distribution, labels, batch))
 

@@ -213,8 +213,8 @@ class _Search:
 
     def _rule(self, module: nn.Module) -> Rule | None:
         calls = (self.one if self.two is None else self.two)[module]
-        if not all(call.single and call.inputs and call.inputs[0] for call in calls):
-            return None
+        if not all(call.single and call.inputs and call.inputs[0] and not any(call.inputs[1:]) for call in calls):
+            return None  # a rule knows one input: a gate beside it would be overlooked
         layouts = self._layouts(module) or []
         if any(axis in (None, UNKNOWN) for layout in layouts for axis in (layout.inputs[0], layout.outputs[0])):
             return None

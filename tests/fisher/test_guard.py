@@ -217,6 +217,33 @@ def test_each_instance_of_a_class_is_looked_at(size):
     assert rank(model, data) == pytest.approx(rank(model, data, engine="loop"), rel=1e-9)
 
 
+class Gated(nn.Module):
+    """A root mean square norm that may be given a gate beside its input, as Mamba's."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.variance_epsilon = nn.Parameter(torch.ones(4)), 1e-6
+
+    def forward(self, x, gate=None):
+        x = x if gate is None else x * nn.functional.silu(gate)
+        return self.weight * x * (x.square().mean(-1, keepdim=True) + self.variance_epsilon).rsqrt()
+
+
+@pytest.mark.parametrize("as_keyword", [True, False])
+def test_an_input_beside_the_first_is_not_overlooked(as_keyword):
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inside, self.norm = nn.Linear(4, 4), Gated()
+
+        def forward(self, x):
+            return self.norm(x, gate=self.inside(x)) if as_keyword else self.norm(x, self.inside(x))
+
+    model = Layered(Block).double()
+    data = [{"x": torch.randn(3, 4, dtype=torch.double), "labels": n % 3} for n in range(6)]
+    assert rank(model, data, verify=False) == pytest.approx(rank(model, data, engine="loop"), rel=1e-9)
+
+
 class Doubled(nn.Linear):
     pass
 
