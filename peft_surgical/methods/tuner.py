@@ -153,8 +153,7 @@ class DeltaTuner(SavedState, BaseTuner):
         check_adapter_name(adapter_name, model)
         frozen, present = self._frozen_on_purpose, {id(module) for module in model.modules()}
         given: Any = self.peft_config[adapter_name]
-        if not given.inference_mode:  # what is loaded is resolved already, and PEFT expects that very config
-            self.peft_config[adapter_name] = given.for_one_model()
+        self.peft_config[adapter_name] = given.for_one_model()
         self._copied = {}
         if "_untrained" not in self.__dict__:
             self._untrained = untrained_parameters(model)
