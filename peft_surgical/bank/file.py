@@ -222,7 +222,7 @@ class BaseIndex:
         if isinstance(config, DeltaConfig):
             with config.naming_itself():
                 if config.check_base:
-                    self._check_base(config.base or {}, touched_names(file.specs))
+                    self._check_base(config.record or {}, touched_names(file.specs))
                 if task.is_surgical:
                     self._check(task)
         return task

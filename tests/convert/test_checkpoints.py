@@ -113,7 +113,7 @@ def test_exactly_the_layers_that_differ_are_stored(tmp_path):
     assert found.config.layers == [1, 3]
     assert found.config.extra_modules is None
     assert found.config.task_type == "SEQ_CLS"
-    assert found.config.base["architecture"] == "BertForSequenceClassification"
+    assert found.config.record["architecture"] == "BertForSequenceClassification"
     names = set(load_file(tmp_path / "delta" / "adapter_model.safetensors"))
     assert len(names) == 2 * 16 + 2
     assert "base_model.model.classifier.weight" in names
