@@ -80,11 +80,7 @@ PRIVATE_NAMES: dict[str, tuple[str, ...]] = {
 }
 if int(transformers.__version__.partition(".")[0]) >= 5:  # what it converts when it reads a checkpoint
     PRIVATE_NAMES["transformers.conversion_mapping"] = ("get_model_conversion_mapping",)
-    PRIVATE_NAMES["transformers.core_model_loading"] = (
-        "WeightConverter",
-        "WeightRenaming",
-        "rename_source_key",
-    )
+    PRIVATE_NAMES["transformers.core_model_loading"] = ("WeightConverter", "WeightRenaming", "rename_source_key")
 
 
 def require(owner: Any, *names: str) -> None:
@@ -99,8 +95,7 @@ def require(owner: Any, *names: str) -> None:
     """
     for name in names:
         if not hasattr(owner, name):
-            kind = owner if isinstance(owner, type) else type(owner)
-            where = getattr(owner, "__name__", kind.__name__)
+            where = getattr(owner, "__name__", type(owner).__name__)
             raise unknown_release(f"{where} has no {name}")
 
 

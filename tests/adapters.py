@@ -90,11 +90,11 @@ def save(model: PeftModel, folder: Path, name: str = "default") -> Path:
     return folder if name == "default" else folder / name
 
 
-def rewrite(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
-    """Write other tensors into a saved adapter, as someone would who knows the format: with checksums that fit."""
+def rewrite(folder: Path, tensors: dict[str, torch.Tensor], **of_base) -> None:
+    """Write other tensors, or other facts of the base, into a saved adapter, with checksums that fit."""
     path = folder / "adapter_model.safetensors"
     with safe_open(path, "pt") as file:
-        base = json.loads(file.metadata()["peft_surgical"])["base"]
+        base = json.loads(file.metadata()["peft_surgical"])["base"] | of_base
     save_file({name: t.clone().contiguous() for name, t in tensors.items()}, path, metadata={"format": "pt"})
     config = json.loads((folder / "adapter_config.json").read_text())
     (folder / "adapter_config.json").write_text(json.dumps({**config, "saved": add_header(path, base)}))

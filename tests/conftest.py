@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's jobs in the background ignore interrupts
 
 
 @pytest.fixture(autouse=True)

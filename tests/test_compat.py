@@ -14,6 +14,7 @@ from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, peft_model
 from peft.tuners.lora import LoraModel
 from peft.tuners.lora.layer import LoraLayer
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
+from safetensors import SafetensorError
 from tiny_models import build
 from torch import nn
 
@@ -158,11 +159,12 @@ def test_adapters_of_other_methods_are_read_as_peft_reads_them(tmp_path, monkeyp
 @pytest.mark.parametrize("as_text", [True, False])
 def test_adapters_of_this_package_are_read_to_the_cpu(as_text, tmp_path, monkeypatch):
     folder = save(make("SURGICAL", "bert", [1]), tmp_path)
-    devices = []
-    reading = import_module("peft.utils.save_and_load")
-    original = reading.safe_load_file
-    monkeypatch.setattr(
-        reading, "safe_load_file", lambda *a, device, **k: (devices.append(device), original(*a, device="cpu", **k))[1]
-    )
+    states = []
+    ours, stock = peft_model.load_peft_weights, peft_model.load_peft_weights.__wrapped__
+    monkeypatch.setattr(peft_model, "load_peft_weights", lambda *a, **k: (states.append(ours(*a, **k)), states[-1])[1])
     PeftModel.from_pretrained(build("bert"), str(folder) if as_text else folder, torch_device="meta")
-    assert devices == ["cpu"]
+    [state] = states
+    assert state.keys() == stock(folder, "cpu").keys()
+    assert {tensor.device.type for tensor in state.values()} == {"cpu"}
+    with pytest.raises(SafetensorError, match="meta"):
+        stock(folder, "meta")  # PEFT's own reads to the device that it is told

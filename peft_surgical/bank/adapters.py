@@ -197,7 +197,7 @@ class InjectedAdapters:
         config: Any = copy.copy(task.config)
         config.inference_mode = True
         if hasattr(config, "labels"):  # heads are resized here, and the file was checked before
-            config.labels, config.check_base, config.base = None, False, {}
+            config.labels, config.check_base, config.record = None, False, {}
             vars(config).pop("_source", None)
         peft_model = self._peft_models.get(method)
         with _ValuesLeftOut() if method in _MADE_OF_WEIGHTS else nullcontext():

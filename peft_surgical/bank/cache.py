@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from peft_surgical.bank.file import Task, stored_keys
+from peft_surgical.bank.file import Task
 from peft_surgical.bank.lock import keep_whole_in_forks
 from peft_surgical.bank.memory import Layout, LruBudget, NoRoomError, Resident
 from peft_surgical.files.adapter import Entry, decode_tensors
@@ -256,7 +256,7 @@ class TaskCache:
         else:
             stored, tensors = {} if host is None else task.stored.views(host), task.layout.views(buffer)
             for key, entry in task.entries.items():
-                parts = self._read(task, entry) if host is None else {k: stored[k] for k in stored_keys(entry)}
+                parts = self._read(task, entry) if host is None else {k: stored[k] for k in entry.value_keys()}
                 tensors[key].copy_(self._decode(task, entry, parts, self.device), non_blocking=True)
         if host is None:
             self.traffic["bytes_read"] += task.stored.nbytes
@@ -264,7 +264,7 @@ class TaskCache:
 
     def _read(self, task: Task, entry: Entry) -> dict[str, torch.Tensor]:
         """The parts of one tensor, read from the file."""
-        layout = Layout({key: task.stored.specs[key] for key in stored_keys(entry)})
+        layout = Layout({key: task.stored.specs[key] for key in entry.value_keys()})
         buffer = torch.empty(layout.nbytes, dtype=torch.uint8)
         task.file.read(layout, buffer)
         return layout.views(buffer)

@@ -19,7 +19,7 @@ from peft.utils import SAFETENSORS_WEIGHTS_NAME
 from torch import nn
 
 from peft_surgical.bank.memory import Layout, Spec, read_all, structure_of
-from peft_surgical.files.adapter import ERROR, Entry, entries, method_of, touched_names
+from peft_surgical.files.adapter import Entry, entries, method_of, touched_names
 from peft_surgical.files.base import check_base, describe_base
 from peft_surgical.files.check import check_tensors, decoded_shapes, read_header
 from peft_surgical.files.safetensors_io import DTYPES, Header, checksum, download
@@ -105,7 +105,9 @@ class TaskFile:
                 read_all(file, self._starts[name], part.data)
                 if self.header is not None and name not in self._checked:
                     entry = self._entries[name]
-                    self.header.check(entry["name"], checksum(entry["dtype"], entry["shape"], part))
+                    found = checksum(entry["dtype"], entry["shape"], part)
+                    self._check_unchanged(file)  # what was changed is not called damaged
+                    self.header.check(entry["name"], found)
                     self._checked.add(name)
             self._check_unchanged(file)
 
@@ -214,13 +216,13 @@ class BaseIndex:
         expected = {key: tuple(self.tensors[entry.name].shape) for key, entry in is_decoded.items()}
         shapes = decoded_shapes(file.specs, expected, self.tensors, str(file.path))
         specs = {key: Spec(self._device_dtype(entry, file), tuple(shapes[key])) for key, entry in found.items()}
-        kept = {key: file.specs[key] for entry in found.values() for key in stored_keys(entry)}
+        kept = {key: file.specs[key] for entry in found.values() for key in entry.value_keys()}
         task = Task(name, adapter, config, file, found, Layout(specs), Layout(kept))
         task.labels = dict(labels or getattr(config, "labels", None) or self._labels_in(task))
         if isinstance(config, DeltaConfig):
             with config.naming_itself():
                 if config.check_base:
-                    self._check_base(config.base or {}, touched_names(file.specs))
+                    self._check_base(config.record or {}, touched_names(file.specs))
                 if task.is_surgical:
                     self._check(task)
         return task
@@ -286,11 +288,6 @@ class BaseIndex:
             if shape and self.tensors[name].shape[:1] == (before,) != shape[:1]:
                 return {"num_labels": shape[0], "id2label": {i: f"LABEL_{i}" for i in range(shape[0])}}
         return {}
-
-
-def stored_keys(entry: Entry) -> list[str]:
-    """The names of what is read of a tensor: all of its parts but the record of the error."""
-    return [key for suffix, key in entry.keys().items() if suffix != ERROR]
 
 
 def _refuse_changes_of_the_base(config: PeftConfig) -> None:

@@ -197,7 +197,7 @@ def _write(
     base = describe_base(model, ((name, old[name]) for name in same), config.modules_to_save or [])
     config, found = _resolve(model, config)
     known = {e.name for e in found if e.is_copy and e.name in old and old.meta(e.name).shape == new.meta(e.name).shape}
-    config.base, config.labels = base, labels if config.modules_to_save else None
+    config.record, config.labels = base, labels if config.modules_to_save else None
     config.base_model_name_or_path = old.checkpoint.source
     tensors: dict[str, torch.Tensor] = {}
     for entry in tqdm(found, disable=not progress, desc="Writing"):
@@ -210,7 +210,7 @@ def _write(
 
 def _resolve(model: nn.Module, config: SurgicalConfig) -> tuple[SurgicalConfig, list[Entry]]:
     """The config with its layers as they are saved, and what PEFT would save in the file of such an adapter."""
-    encoding, config.base, config.encoding = config.encoding, {}, "values"  # there are no values to look at
+    encoding, config.record, config.encoding = config.encoding, {}, "values"  # there are no values to look at
     wrapped = PeftModel(model, config)
     found = entries(get_peft_model_state_dict(wrapped, save_embedding_layers=False))
     resolved: Any = wrapped.peft_config["default"]

@@ -245,7 +245,7 @@ def check_adapter(saved: AdapterFile, old: ModelTensors) -> None:
     if config.check_base:
         touched = touched_names(saved.file)
         try:
-            check_base(config.base or {}, model, old, touched)
+            check_base(config.record or {}, model, old, touched)
         except ValueError as error:
             named = config.base_model_name_or_path
             raise ValueError(

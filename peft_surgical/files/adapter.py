@@ -51,6 +51,10 @@ class Entry:
         """The names of its parts in the file, by suffix."""
         return {suffix: f"{self.key}{SEPARATOR}{suffix}" if suffix else self.key for suffix in self.suffixes}
 
+    def value_keys(self) -> list[str]:
+        """The names of the parts that its values are made of: all but the record of the error."""
+        return [key for suffix, key in self.keys().items() if suffix != ERROR]
+
 
 class AdapterFile:
     """A saved adapter of any PEFT method, its tensors by the names that they have in the loaded base.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from torch import nn
 from transformers import AutoConfig, PretrainedConfig
 
 from peft_surgical.compat import ConvertedTensors, loading_rules, with_prefix
-from peft_surgical.files.safetensors_io import TensorFile, download, read_pickled
+from peft_surgical.files.safetensors_io import TensorFile, download
 
 
 TASKS = {
@@ -55,7 +56,7 @@ class Checkpoint:
         self.config = _read_json(self.folder / "config.json")
         self._where: dict[str, TensorFile | dict[str, torch.Tensor]] = {}
         for path in self._weight_files():
-            file = TensorFile(path) if path.suffix == ".safetensors" else read_pickled(path)
+            file = TensorFile(path) if path.suffix == ".safetensors" else _read_pickled(path)
             self._where.update(dict.fromkeys(file, file))
 
     def __iter__(self) -> Iterator[str]:
@@ -243,6 +244,23 @@ def _translate(
             in_model = with_prefix(name, prefix, wanted)
             group.names[in_model] = name
             yield in_model, next(iter(group.patterns)), group
+
+
+def _read_pickled(path: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a file that `torch.save` wrote, such as a `pytorch_model.bin`; mapped where its format allows.
+
+    Raises:
+        ValueError: It holds something else than tensors by name, or is damaged.
+    """
+    try:
+        # before PyTorch 1.6 such files were not zip archives, and cannot be mapped
+        found: Any = torch.load(path, map_location="cpu", mmap=zipfile.is_zipfile(path), weights_only=True)
+    except Exception as error:  # pickle, zip and torch have many kinds
+        reason = str(error).strip().partition("\n")[0]
+        raise ValueError(f"{path} cannot be read as a PyTorch file of tensors ({reason}). Copy it again.") from error
+    if not isinstance(found, Mapping) or not all(isinstance(value, torch.Tensor) for value in found.values()):
+        raise ValueError(f"{path} holds something else than tensors by name. Save the model's state_dict() alone.")
+    return dict(found)
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Files of tensors: safetensors, read tensor by tensor and written whole or not at all; those of PyTorch are read."""
+"""Files of tensors: safetensors, read tensor by tensor and written whole or not at all."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import os
 import shutil
 import socket
 import tempfile
-import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -204,23 +203,6 @@ def _remove(path: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
     else:
         path.unlink(missing_ok=True)
-
-
-def read_pickled(path: Path) -> dict[str, torch.Tensor]:
-    """The tensors of a file that `torch.save` wrote, such as a `pytorch_model.bin`; mapped where its format allows.
-
-    Raises:
-        ValueError: It holds something else than tensors by name, or is damaged.
-    """
-    try:
-        # before PyTorch 1.6 such files were not zip archives, and cannot be mapped
-        found: Any = torch.load(path, map_location="cpu", mmap=zipfile.is_zipfile(path), weights_only=True)
-    except Exception as error:  # pickle, zip and torch have many kinds
-        reason = str(error).strip().partition("\n")[0]
-        raise ValueError(f"{path} cannot be read as a PyTorch file of tensors ({reason}). Copy it again.") from error
-    if not isinstance(found, Mapping) or not all(isinstance(value, torch.Tensor) for value in found.values()):
-        raise ValueError(f"{path} holds something else than tensors by name. Save the model's state_dict() alone.")
-    return dict(found)
 
 
 def write_tensors(path: str | os.PathLike, tensors: Mapping[str, torch.Tensor]) -> int:

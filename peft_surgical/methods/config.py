@@ -83,6 +83,7 @@ class DeltaConfig(PeftConfig):
                 f"peft_surgical, and this one reads format {FORMAT_VERSION}. Update: pip install -U peft-surgical."
             )
         self.resolution: Any = None  # a `Resolution`, on the copy that a tuner holds
+        self.record = self.base  # or else of the file's header; what a user has read stays as it was
 
     def for_one_model(self) -> Self:
         """A copy for the tuner of one model, which resolves it; what a user holds can be used for another one."""
@@ -153,9 +154,9 @@ class DeltaConfig(PeftConfig):
         folder = Path(save_directory)
         folder.mkdir(parents=True, exist_ok=True)
         own = copy.copy(self)
-        own.saved = None
+        own.saved, own.base = None, self.record
         if self._is_in(folder / SAFETENSORS_WEIGHTS_NAME):
-            own.saved = add_header(folder / SAFETENSORS_WEIGHTS_NAME, self.base or {})
+            own.saved = add_header(folder / SAFETENSORS_WEIGHTS_NAME, self.record or {})
             own.base = None
         with tempfile.TemporaryDirectory() as aside:
             super(DeltaConfig, own).save_pretrained(aside, **kwargs)
@@ -212,12 +213,12 @@ class DeltaConfig(PeftConfig):
                 "the adapter, try again; else save it again. If a program has written the tensors anew on purpose, "
                 'take the line "saved" out of adapter_config.json.'
             )
-        if self.base is None and header is not None:
+        if self.record is None and header is not None:
             try:
                 check_record(header.base)
             except ValueError as error:
                 raise ValueError(f"{path}: {error}. Copy it again.") from error
-            self.base = header.base
+            self.record = header.base
 
     def present_name(self, name: str) -> str:
         """The name that a saved tensor has in the base at hand, see `key_mapping`."""
@@ -232,9 +233,9 @@ class DeltaConfig(PeftConfig):
     def forget_saved_names(self) -> None:
         """Go over to the present names for good, once the tensors are in the model."""
         if self.key_mapping:
-            if self.base:
-                marks = {self.present_name(name): mark for name, mark in self.base.get("tensors", {}).items()}
-                self.base = {**self.base, "tensors": marks}
+            if self.record:
+                marks = {self.present_name(name): mark for name, mark in self.record.get("tensors", {}).items()}
+                self.record = {**self.record, "tensors": marks}
             self.key_mapping = None
 
     def weights_file(self) -> str | None:

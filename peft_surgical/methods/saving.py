@@ -125,8 +125,8 @@ class SavedState(BaseTuner):
     def _get_adapter_state_dict(
         cls, model: Any, config: Any, adapter_name: str, state_dict: Any, unwanted_adapter_names: Any
     ) -> dict[str, torch.Tensor]:
-        if config.base is not None:  # tokens may have been added since the adapter was made
-            config.base = with_vocabulary(config.base, unwrap(model))
+        if config.record is not None:  # tokens may have been added since the adapter was made
+            config.record = with_vocabulary(config.record, unwrap(model))
         found = super()._get_adapter_state_dict(model, config, adapter_name, state_dict, unwanted_adapter_names)
         expected = cls._wanted_shapes(config, adapter_name, state_dict)
         if not found:  # under FSDP1 the modules' paths are not the names of their tensors, and PEFT finds none

@@ -72,13 +72,13 @@ class DeltaTuner(SavedState, BaseTuner):
         heads = [m for path, m in model.named_modules() if path and matches_any(path, peft_config.modules_to_save)]
         parameters = [*tensors.values(), *(p for head in heads for p in head.parameters())]
         self._gathered.enter_context(gather_params_ctx([p for p in parameters if hasattr(p, "ds_id")], None))
-        if peft_config.base is None:
-            peft_config.base = describe_base(model, left_out=peft_config.modules_to_save or [])
+        if peft_config.record is None:
+            peft_config.base = peft_config.record = describe_base(model, left_out=peft_config.modules_to_save or [])
             if peft_config.labels is None and head_names(model, peft_config.task_type):
                 peft_config.labels = label_settings(model)
         elif peft_config.check_base:
             touched = {*tensors, *touched_names(file or ())}
-            check_base(peft_config.base, model, {**base, **tensors}, touched, peft_config.present_name)
+            check_base(peft_config.record, model, {**base, **tensors}, touched, peft_config.present_name)
         if file is not None:
             self._hold_file(file, peft_config, model, tensors)
 

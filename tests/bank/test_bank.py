@@ -475,7 +475,7 @@ def test_a_file_that_is_overwritten_while_it_is_read_is_an_error(
     path = tmp_path / name / "adapter_model.safetensors"
     other = save_task(tmp_path, "other", CONFIGS[name](), seed=77)
     os.utime(path, (0, 10**9))
-    read_all, calls = file._read_all, itertools.count()
+    read_all, calls = file.read_all, itertools.count()
 
     def overwritten(*args):
         read_all(*args)
@@ -485,7 +485,7 @@ def test_a_file_that_is_overwritten_while_it_is_read_is_an_error(
 
     bank = fill(DeltaBank(base(), host_budget=host_budget), folder, ["first"])
     bank.add(name, tmp_path / name)
-    monkeypatch.setattr(file, "_read_all", overwritten)
+    monkeypatch.setattr(file, "read_all", overwritten)
     for _ in range(2):
         with pytest.raises(ValueError, match=f"Task '{name}': .*was changed after the bank read its header"):
             ask(bank, name)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from adapters import rewrite
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from safetensors.torch import load_file
 from tensor_checks import Counted, assert_same_bits
@@ -112,7 +113,7 @@ def test_exactly_the_layers_that_differ_are_stored(tmp_path):
     assert found.config.layers == [1, 3]
     assert found.config.extra_modules is None
     assert found.config.task_type == "SEQ_CLS"
-    assert found.config.base["architecture"] == "BertForSequenceClassification"
+    assert found.config.record["architecture"] == "BertForSequenceClassification"
     names = set(load_file(tmp_path / "delta" / "adapter_model.safetensors"))
     assert len(names) == 2 * 16 + 2
     assert "base_model.model.classifier.weight" in names
@@ -410,9 +411,8 @@ def test_merging_onto_another_base_or_onto_the_base_itself_is_refused(tmp_path):
         merge_checkpoint(tmp_path / "other", tmp_path / "delta", tmp_path / "merged")
     model = get_peft_model(BertModel.from_pretrained(tmp_path / "base"), SurgicalConfig(layers=[0]))
     model.save_pretrained(tmp_path / "headless")
-    config = json.loads((tmp_path / "headless" / "adapter_config.json").read_text())
-    config["base"]["architecture"] = "BertForSequenceClassification"
-    (tmp_path / "headless" / "adapter_config.json").write_text(json.dumps(config))
+    tensors = load_file(tmp_path / "headless" / "adapter_model.safetensors")
+    rewrite(tmp_path / "headless", tensors, architecture="BertForSequenceClassification")
     with pytest.raises(ValueError, match="does not have|Neither"):
         merge_checkpoint(tmp_path / "base", tmp_path / "headless", tmp_path / "merged")
 

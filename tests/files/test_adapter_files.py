@@ -131,7 +131,7 @@ def test_rows_that_were_added_to_the_vocabulary_have_values_of_chance(method, tm
     from peft import get_peft_model
 
     config = make(method, "bert", [1, 2]).peft_config["default"].for_one_model()
-    config.base = None
+    config.record = None
     model = get_peft_model(base, config)
     model.save_pretrained(tmp_path, save_embedding_layers=False)
     again = build("bert")

@@ -202,7 +202,7 @@ def test_R2_configs_of_other_versions(method, tmp_path):
         config = PeftConfig.from_pretrained(tmp_path)
     config.save_pretrained(tmp_path / "again")
     again = json.loads((tmp_path / "again" / "adapter_config.json").read_text())
-    assert again == record
+    assert again == {**record, "saved": None}  # it stands for a file of tensors, and was saved without one
     texts = set()
     for i in range(2):
         options = {"target_modules": {"value", "query", "key"}}

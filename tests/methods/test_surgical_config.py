@@ -9,6 +9,7 @@ from peft import PeftConfig, get_peft_model
 from tiny_models import build
 
 from peft_surgical import SurgicalConfig
+from peft_surgical.files.safetensors_io import TensorFile
 
 
 @pytest.mark.parametrize(
@@ -52,7 +53,7 @@ def test_layers_are_stored_as_plain_numbers(tmp_path):
     model.save_pretrained(tmp_path)
     stored = json.loads((tmp_path / "adapter_config.json").read_text())
     assert stored["layers"] == [2, 3]
-    assert stored["base"]["layers"] == {"encoder": 4}
+    assert TensorFile(tmp_path / "adapter_model.safetensors").header.base["layers"] == {"encoder": 4}
     assert stored["labels"]["num_labels"] == 2
 
 

@@ -50,9 +50,9 @@ class StratifiedModel(DeltaTuner, LoraModel):  # type: ignore[misc]
     def _prepare_model(self, peft_config: Any, model: nn.Module) -> None:
         LoraModel._prepare_model(self, peft_config, model)
         peft_config.open_weights()  # which tells of the base
-        if peft_config.base is not None and peft_config.check_base:
+        if peft_config.record is not None and peft_config.check_base:
             # another depth is another base; the strata, which then do not fit either, are not at fault
-            check_base({**peft_config.base, "tensors": {}}, model, {}, ())
+            check_base({**peft_config.record, "tensors": {}}, model, {}, ())
         super()._prepare_model(peft_config, model)
 
     def _resolve(self, config: Any, model: nn.Module) -> Resolution:

@@ -155,10 +155,14 @@ def other_weight(name):
     return model
 
 
-def test_weights_that_no_stratum_touches_may_differ(tmp_path):
+def test_weights_that_no_stratum_touches_may_differ_only_if_the_base_is_not_checked(tmp_path):
+    name = "bert.encoder.layer.0.output.dense.weight"
     model = get_peft_model(build("bert"), spafit("bert"))
     model.save_pretrained(tmp_path)
-    PeftModel.from_pretrained(other_weight("bert.encoder.layer.0.output.dense.weight"), tmp_path)
+    with pytest.raises(ValueError, match=f"{name}' has other values here.*check_base=False"):
+        PeftModel.from_pretrained(other_weight(name), tmp_path)
+    loaded = PeftModel.from_pretrained(other_weight(name), tmp_path, check_base=False)
+    assert torch.equal(loaded.get_base_model().get_parameter(name), other_weight(name).get_parameter(name))
 
 
 def test_the_same_base_in_another_dtype_is_accepted(tmp_path):
