@@ -225,8 +225,7 @@ def _signal_to_noise(weight: Tensor) -> list[float]:
     quartiles = torch.quantile(singular, torch.tensor([0.25, 0.75], dtype=singular.dtype, device=singular.device))
     sigma = (quartiles[1] - quartiles[0]) / 1.349
     edge = sigma * (1 + (min(weight.shape) / max(weight.shape)) ** 0.5)
-    # where all lie above the edge, Spectrum's code divides by nothing: here the smallest always counts as noise
-    above = singular[:-1] > edge
+    above = singular[:-1] > edge  # the smallest is always noise: with none, Spectrum's code divides by nothing
     signal, noise = singular[:-1][above].sum(), singular[:-1][~above].sum() + singular[-1]
     largest = singular[0].clamp_min(torch.finfo(singular.dtype).tiny)
     return [float(signal / noise.clamp_min(torch.finfo(singular.dtype).eps * largest) / largest)]
