@@ -95,8 +95,8 @@ class TaskObjective:
             )
         if labels is not None and labels.shape != distribution.shape:
             raise ValueError(
-                f"The labels have the shape {tuple(labels.shape)} and the outputs {tuple(distribution.shape)}, but for "
-                "classes. Give log_likelihood=, a function (outputs, batch) -> (N,)."
+                f"The labels have the shape {tuple(labels.shape)}, the outputs {tuple(distribution.shape)} (classes "
+                "aside). Give log_likelihood=, a function (outputs, batch) -> (N,)."
             )
         valid = self._valid(distribution, labels, batch)
         values = self._values(distribution, labels, valid, batch)  # (K, N, S)
