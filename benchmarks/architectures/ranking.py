@@ -1,6 +1,7 @@
 """Whether `rank_layers` is right on every architecture of transformers, tiny and random.
 
-python -m benchmarks.architectures.ranking --output FOLDER [MODEL_TYPE ...]
+python -m benchmarks.architectures.ranking                 # all; an hour of a CPU
+python -m benchmarks.architectures.ranking llama whisper
 
 Each is ranked by hooks in batches of mixed lengths, padded on the right and on the left, and by a plain loop over
 samples without padding that differentiates the model's own loss, in float64. Then in float32, bfloat16 and float16,
@@ -15,14 +16,18 @@ import json
 import logging
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 
+from benchmarks.architectures.round_trip import words_of
 from benchmarks.architectures.tiny_models import Architecture, architectures, batch, build, loss_of, over
+from benchmarks.common.device import parse_options, result_file
+from benchmarks.common.table_format import table as markdown
 from peft_surgical import rank_layers
 from peft_surgical.layers import find_stacks
 
@@ -206,42 +211,61 @@ def slots(model: nn.Module, outputs: Any, sample: dict[str, Any]) -> float:
 # ---- the table
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    """Counts by outcome, and what is refused with which words."""
-    counts = Counter(row.get("outcome", "crash") for row in rows)
-    lines = ["| outcome | architectures |", "|---|---|", *(f"| {k} | {v} |" for k, v in counts.most_common())]
-    for row in rows:
-        if row.get("outcome") not in ("right",):
-            said = str(row.get("words") or row.get("crash") or "").replace("|", "/")
-            lines.append(f"{row['class_name']}: {row.get('outcome', 'crash')}: {said[:200]}")
-    return "\n".join(lines)
+def table(record: Mapping[str, Any]) -> str:
+    """The counts as a table in Markdown, and what is refused with which words."""
+    rows = record["rows"]
+    built = [row for row in rows if "outcome" in row]
+    counts = Counter(row["outcome"] for row in built)
+    singly = sum(row["outcome"] == "right" and "one at a time" in row["ways"] for row in built)
+    head = (
+        f"transformers {record['transformers']}: {len(built)} architectures; {len(rows) - len(built)} cannot be built"
+    )
+    lines = [[what, str(counts[outcome])] for outcome, what in OUTCOMES.items() if counts[outcome]]
+    lines.insert(1, ["of these, samples one at a time", str(singly)])
+    reasons = Counter(words_of(row["words"]) for row in built if row["outcome"] == "refused")
+    refused = [[f"`{why}`", str(count)] for why, count in reasons.most_common()]
+    parts = [f"{head} or take too long.", "", markdown(["", "architectures"], lines), ""]
+    return "\n".join([*parts, markdown(["refused with", ""], refused)])
+
+
+OUTCOMES = {
+    "right": "equal to the loop",
+    "refused": "refused",
+    "no oracle": "ranked; the model's own loss is no log-likelihood of its labels",
+    "random": "random in evaluation mode, which a warning says",
+    "no layers": "no stack of layers",
+    "false alarm": "false alarm",
+    "wrong": "wrong",
+}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model_types", nargs="*")
-    parser.add_argument("--output", type=Path, default=Path("results"))
-    parser.add_argument("--show", type=Path)
-    parser.add_argument("--tasks", nargs="*")
+    parser.add_argument("model_types", nargs="*", help="all by default")
     parser.add_argument("--all-tasks", action="store_true", help="every class, not the first of each model type")
     parser.add_argument("--dtypes", nargs="*", default=["float32", "bfloat16", "float16"])
-    arguments = parser.parse_args()
-    if arguments.show:
-        print(table([json.loads(line) for line in arguments.show.read_text().splitlines()]))
-        return
-    dtypes = tuple(getattr(torch, name) for name in arguments.dtypes)
-    entries = architectures(all_tasks=arguments.all_tasks, tasks=arguments.tasks)
-    if arguments.model_types:
-        entries = [entry for entry in entries if entry.model_type in arguments.model_types]
-    arguments.output.mkdir(parents=True, exist_ok=True)
+    parser.add_argument("--lines", type=Path, help="a file that each row is written to as it comes")
+    options = parse_options(parser, table)
+    dtypes = tuple(getattr(torch, name) for name in options.dtypes)
+    entries = architectures(all_tasks=options.all_tasks)
+    if options.model_types:
+        entries = [entry for entry in entries if entry.model_type in options.model_types]
     rows = []
-    with (arguments.output / "architectures_ranking.jsonl").open("w") as file:
-        for entry, found in over(lambda entry: examine(entry, dtypes), entries):
-            rows.append({**entry._asdict(), **found})
-            file.write(json.dumps(rows[-1]) + "\n")
-            file.flush()
-            print(entry.class_name, found.get("outcome", "crash"), found.get("words", found.get("crash", ""))[:150])
-    print(table(rows))
+    for entry, found in over(lambda entry: examine(entry, dtypes), entries):
+        rows.append({**entry._asdict(), **found})
+        print(
+            entry.class_name,
+            found.get("outcome", "crash"),
+            found.get("words", found.get("crash", ""))[:150],
+            flush=True,
+        )
+        if options.lines:
+            with options.lines.open("a") as lines:
+                lines.write(json.dumps(rows[-1]) + "\n")
+    record = {"transformers": transformers.__version__, "rows": rows}
+    print(table(record))
+    if not options.model_types:
+        result_file(options.output, "architectures_ranking").write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":

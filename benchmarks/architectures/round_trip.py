@@ -286,7 +286,7 @@ def table(record: Mapping[str, Any]) -> str:
     for row in rows:
         for method in METHODS[:2]:
             if outcome(row, method) == "refused":
-                reasons[_words(row[method]["why"])] += 1
+                reasons[words_of(row[method]["why"])] += 1
     refused = [[f"`{why}`", str(count)] for why, count in reasons.most_common()]
     parts = [head, "", markdown(["", *kinds], lines)]
     return "\n".join([*parts, *(["", markdown(["refused with", ""], refused)] if refused else [])])
@@ -298,7 +298,7 @@ def _why_not(row: Mapping[str, Any]) -> str:
     return "skipped, for their own answers differ from call to call"
 
 
-def _words(why: str) -> str:
+def words_of(why: str) -> str:
     """An error without names and numbers, so that like ones are counted together."""
     return re.sub(r"'[^']*'|\"[^\"]*\"|\[[^\]]*\]|\{[^}]*\}|\d+|\w+(\.\w+){2,}", "…", why.splitlines()[0])[
         :120

@@ -18,7 +18,7 @@ from torch import nn
 from peft_surgical.compat import add_peft_type
 from peft_surgical.files.check import checked
 from peft_surgical.files.safetensors_io import TensorFile
-from peft_surgical.methods.config import MOST_BYTES, sources
+from peft_surgical.methods.config import MOST_BYTES, DeltaConfig, sources
 
 
 SwapIn = Callable[[nn.Module, Mapping[str, torch.Tensor], str, PeftConfig], None]
@@ -36,6 +36,7 @@ def register_method(name: str, config_cls: type[PeftConfig], model_cls: type[Bas
         prefix: What the names of its trained tensors contain; `model_cls.prefix`.
     """
     name_damaged_configs()
+    read_by_own_class()
     peft_type = add_peft_type(name)
     if peft_type in PEFT_TYPE_TO_CONFIG_MAPPING:
         from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
@@ -69,6 +70,23 @@ def name_damaged_configs() -> None:
 
     named.names_files = True  # type: ignore[attr-defined]
     PeftConfig._get_peft_type = classmethod(named)  # type: ignore[method-assign, assignment]
+
+
+def read_by_own_class() -> None:
+    """Let `PeftConfig.from_pretrained` give a config of this package that knows its folder, as its own class does."""
+    original: Any = PeftConfig.from_pretrained.__func__  # type: ignore[attr-defined]
+    if hasattr(original, "knows_its_folder"):
+        return
+
+    @functools.wraps(original)
+    def reread(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        config = original(cls, *args, **kwargs)
+        if cls is PeftConfig and isinstance(config, DeltaConfig):
+            return type(config).from_pretrained(*args, **kwargs)
+        return config
+
+    reread.knows_its_folder = True  # type: ignore[attr-defined]
+    PeftConfig.from_pretrained = classmethod(reread)  # type: ignore[method-assign, assignment]
 
 
 def load_on_cpu() -> None:

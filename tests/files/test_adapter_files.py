@@ -89,6 +89,17 @@ def test_a_base_that_differs_in_any_tensor_is_refused_and_check_base_lets_it_in(
 
 
 @methods
+def test_a_config_that_was_read_by_pefts_own_class_is_checked_as_well(method, tmp_path):
+    path = save(make(method, "bert", [1, 2]), tmp_path)
+    config = PeftConfig.from_pretrained(path)
+    PeftModel.from_pretrained(build("bert"), path, config=config)
+    other = build("bert")
+    other.bert.embeddings.word_embeddings.weight.data += 1e-3
+    with pytest.raises(ValueError, match="another base model: '.*word_embeddings.*' has other values"):
+        PeftModel.from_pretrained(other, path, config=PeftConfig.from_pretrained(path))
+
+
+@methods
 @pytest.mark.parametrize("way", ["bank", "hot swap", "convert", "merge", "compare"])
 def test_every_way_in_makes_the_check_of_the_whole_base(way, method, tmp_path):
     save(make(method, "bert", [1, 2]), tmp_path / "adapter")
