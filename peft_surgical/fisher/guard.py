@@ -22,7 +22,7 @@ from peft_surgical.fisher.listen import GradientListener
 from peft_surgical.fisher.objective import Rows, TaskObjective
 from peft_surgical.fisher.squares import widen
 from peft_surgical.fisher.targets import HookTarget, Targets
-from peft_surgical.fisher.tasks import NEXT_TOKENS, TOKENS
+from peft_surgical.fisher.tasks import IGNORED, NEXT_TOKENS, TOKENS
 
 
 logger = logging.getLogger(__name__)
@@ -216,6 +216,9 @@ def agree_with_loss(runner: Any, batches: Sequence[Batch]) -> TaskObjective:
     if sample is None:
         return objective
     sample = sample.to(runner.device)
+    if objective.ignore_index != IGNORED and isinstance(labels := sample.inputs.get("labels"), Tensor):
+        inputs = {**sample.inputs, "labels": labels.masked_fill(labels == objective.ignore_index, IGNORED)}
+        sample = Batch(inputs, sample.index)
     with torch.no_grad():
         try:
             outputs = runner.forward(sample, labels=True)

@@ -89,12 +89,15 @@ def test_a_sample_scores_what_it_does_alone_whatever_side_is_padded(family, batc
 def test_without_a_mask_the_label_of_padding_can_be_named():
     model = tiny_models.build("gpt2").double().eval()
     rows = texts(model)
-    expected = truth(model, [alone(row) for row in rows], lambda s: s["labels"].shape[1] - 1)
 
     def collate(part):
-        batch = padded(part, "right", labels_at_pads=0)
-        return {name: batch[name] for name in ("input_ids", "labels")}
+        longest = max(TEXTS, key=len)  # so that each sample has padding
+        rows = [*part, {"input_ids": longest, "labels": longest}]
+        batch = padded(rows, "right", labels_at_pads=0)
+        return {name: batch[name][: len(part)] for name in ("input_ids", "labels")}
 
+    rows = [row for row in rows if len(row["input_ids"]) < 11]
+    expected = truth(model, [alone(row) for row in rows], lambda s: s["labels"].shape[1] - 1)
     found = rank(model, rows, aggregation="trace", data_collator=collate, ignore_index=0)
     assert found == pytest.approx(expected, rel=1e-5)
     assert rank(model, rows, aggregation="trace", data_collator=collate) != pytest.approx(expected, rel=0.1)
