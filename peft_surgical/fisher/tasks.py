@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from peft_surgical.fisher.batches import Batch
+from peft_surgical.fisher.batches import Batch, forward_names
 from peft_surgical.fisher.squares import widen
 
 
@@ -168,7 +168,7 @@ def find_reader(model: nn.Module) -> TaskReader:
         True
     """
     name, config = type(model).__name__, getattr(model, "config", None)
-    seq2seq = bool(getattr(config, "is_encoder_decoder", False))
+    seq2seq = "decoder_input_ids" in (forward_names(model) or ())
     if name.endswith(("ForCausalLM", "LMHeadModel")) or (name.endswith("ForConditionalGeneration") and not seq2seq):
         return NEXT_TOKENS
     if name.endswith(("ForConditionalGeneration", "EncoderDecoderModel")):
