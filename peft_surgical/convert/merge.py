@@ -80,7 +80,7 @@ def merge_checkpoint(
 def merged_model(before: Checkpoint, saved: AdapterFile) -> nn.Module:
     """The model that a base and an adapter make together, on the meta device."""
     config = AutoConfig.from_pretrained(before.folder)
-    record = getattr(saved.config, "base", None) or {}
+    record = getattr(saved.config, "record", None) or {}
     labels = getattr(saved.config, "labels", None) or {}
     sizes = {"num_labels": labels.get("num_labels"), "vocab_size": record.get("vocab_size")}
     known = {name: size for name, size in sizes.items() if size and hasattr(config, name)}

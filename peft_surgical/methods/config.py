@@ -124,8 +124,9 @@ class DeltaConfig(PeftConfig):
         texts = (self.labels or {}).get("id2label") or {}
         if not isinstance(number, int) or not 0 < number <= MOST_LABELS or len(texts) not in (0, number):
             raise ValueError(f"num_labels={number!r} must be a number up to {MOST_LABELS:,} with as many names.")
-        if not isinstance(self.key_mapping or {}, dict):
-            raise ValueError(f"key_mapping={self.key_mapping!r} must be an object of texts.")
+        for name in ("key_mapping", "auto_mapping"):
+            if not isinstance(getattr(self, name) or {}, dict):
+                raise ValueError(f"{name}={getattr(self, name)!r} must be an object of texts.")
         for name in ("modules_to_save", "extra_modules"):
             names = getattr(self, name, None)
             if names is not None and not (isinstance(names, list) and all(isinstance(n, str) for n in names)):

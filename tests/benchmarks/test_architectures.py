@@ -16,7 +16,6 @@ FEW = ["bert", "qwen3_moe", "encoder-decoder"]
 MORE = [
     "ernie4_5_moe",
     "zamba",
-    "wav2vec2",
     "clip",
     "mamba",
     "led",
