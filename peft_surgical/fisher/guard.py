@@ -72,7 +72,7 @@ class Guard:
 
     def __init__(self, runner: Any, targets: Targets, batches: Sequence[Batch]):
         self.runner, self.targets = runner, targets
-        samples = [(_padding(b, n), len(b) > 1, number) for b in batches for n, number in enumerate(b.index)]
+        samples = [(hidden, len(b) > 1, n) for b in batches for hidden, n in zip(_padding(b), b.index, strict=True)]
         self.sample = max(samples)[-1] if samples else None
         self._checked: set[Hashable] = set()
 
@@ -164,9 +164,12 @@ def _kind(target: HookTarget) -> Hashable:
     return type(target.module), target.rule, layouts, dims, options
 
 
-def _padding(batch: Batch, n: int) -> int:
+def _padding(batch: Batch) -> list[int]:
+    """The number of hidden tokens of each sample."""
     mask = batch.inputs.get("attention_mask")
-    return int((mask[n] == 0).sum()) if isinstance(mask, Tensor) and mask.dim() == 2 else 0
+    if not isinstance(mask, Tensor) or mask.dim() != 2 or len(mask) != len(batch):
+        return [0] * len(batch)
+    return (mask == 0).sum(1).tolist()
 
 
 def autograd_squares(rows: Callable[[], Rows], parameters: Sequence[nn.Parameter]) -> Squares:

@@ -110,11 +110,11 @@ def shared_once(resolution: Resolution, model: nn.Module) -> Resolution:
     for path, module in model.named_modules():
         for name, child in module._modules.items():
             holders.setdefault(id(child), []).append(f"{path}.{name}")
-    tables = {id(table) for table in token_embeddings(model) if table is not None}  # which T5's stacks hold as well
     for path in at:
-        if id(model.get_submodule(path)) in tables:
+        module = model.get_submodule(path)
+        if all(p.is_meta for p in module.parameters()):  # a file is checked, as before a merge: nothing is computed
             continue
-        if len(held := holders.get(id(model.get_submodule(path)), [])) > 1 and path not in resolution.in_place:
+        if len(held := holders.get(id(module), [])) > 1 and path not in resolution.in_place:
             raise ValueError(
                 f"{' and '.join(held)} are one module, which cannot be tuned in both places. Name it in "
                 "exclude_modules, or give each its own copy.deepcopy of it."

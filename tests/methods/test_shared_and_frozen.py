@@ -86,6 +86,19 @@ def test_one_module_in_two_places_is_refused_by_its_names():
     assert not any("intermediate" in name for name, p in chosen.named_parameters() if p.requires_grad)
 
 
+def test_a_table_that_several_stacks_hold_is_refused_but_on_meta():
+    """As T5's before transformers 5: a copy in one place would change no answer."""
+    config = SurgicalConfig(layers={"encoder": [0]}, extra_modules=["shared"])
+    for device in ("cpu", "meta"):  # a checkpoint is merged tensor by tensor, and its adapter checked on meta
+        model = build("t5").to(device)
+        model.encoder.embed_tokens = model.decoder.embed_tokens = model.shared
+        if device == "meta":
+            assert get_peft_model(model, config)
+            continue
+        with pytest.raises(ValueError, match=r"shared and encoder\.embed_tokens and decoder\.embed_tokens are one"):
+            get_peft_model(model, config)
+
+
 def test_a_head_that_is_tied_to_other_embeddings_stays_tied_after_merging(tmp_path):
     small = {"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
     part = BertConfig(**small, intermediate_size=16)
