@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from peft.utils.integrations import gather_params_ctx
 from torch import Tensor, nn
 
 from peft_surgical.layers import find_stacks, unwrap
@@ -169,6 +170,12 @@ def whole_weights(model: nn.Module) -> AbstractContextManager[None]:
     from torch.distributed.fsdp import FullyShardedDataParallel  # not in every build of PyTorch
 
     return FullyShardedDataParallel.summon_full_params(model, writeback=False)
+
+
+def whole_tensor(tensor: Tensor) -> AbstractContextManager[None]:
+    """A context in which a tensor that ZeRO-3 shards has its whole value; all processes enter it together."""
+    is_sharded = hasattr(tensor, "ds_id") and not tensor.numel()
+    return gather_params_ctx([tensor], None) if is_sharded else nullcontext()
 
 
 def shard_by_layer(accelerator: Any, model: nn.Module) -> None:

@@ -19,7 +19,7 @@ from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn
 
 from peft_surgical.copies.select import matches_any, own_tensor_names
-from peft_surgical.distributed import engine_of
+from peft_surgical.distributed import engine_of, whole_tensor
 from peft_surgical.files.safetensors_io import DTYPES
 from peft_surgical.layers import find_stacks, unwrap
 from peft_surgical.names import OWN_TENSORS
@@ -70,8 +70,9 @@ def describe_base(
     shape = _shape_of_model(model)
     marks: dict[str, str] = {}
     for name, tensor in base_tensors(model).items() if tensors is None else tensors:
-        if _is_comparable(tensor) and not matches_any(name, left_out):
-            marks[name] = fingerprint(tensor, shape["vocab_size"])
+        with whole_tensor(tensor):
+            if _is_comparable(tensor) and not matches_any(name, left_out):
+                marks[name] = fingerprint(tensor, shape["vocab_size"])
     return {"architecture": type(unwrap(model)).__name__, **shape, "tensors": marks}
 
 
@@ -116,7 +117,11 @@ def check_base(
                 f"This adapter was trained on another base model: this {type(model).__name__} has no tensor {name!r}. "
                 "If its modules were renamed, say so in the config's key_mapping."
             )
-        if tensor is not None and _is_comparable(tensor) and not matches(mark, tensor):
+        if tensor is None:
+            continue
+        with whole_tensor(tensor):
+            is_another = _is_comparable(tensor) and not matches(mark, tensor)
+        if is_another:
             hint = "" if name in touched or name.startswith(in_layers) else _NEW
             raise ValueError(
                 f"This adapter was trained on another base model: {name!r} has other values here. Load the adapter "
