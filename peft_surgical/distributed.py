@@ -174,7 +174,7 @@ def whole_weights(model: nn.Module) -> AbstractContextManager[None]:
 
 def whole_tensor(tensor: Tensor) -> AbstractContextManager[None]:
     """A context in which a tensor that ZeRO-3 shards has its whole value; all processes enter it together."""
-    is_sharded = hasattr(tensor, "ds_id") and not tensor.numel()
+    is_sharded = isinstance(tensor, nn.Parameter) and hasattr(tensor, "ds_id") and not tensor.numel()
     return gather_params_ctx([tensor], None) if is_sharded else nullcontext()
 
 

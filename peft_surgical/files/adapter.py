@@ -8,12 +8,15 @@ translation of names.
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
+from huggingface_hub import hf_hub_download
 from peft import PeftConfig
 from peft.utils import SAFETENSORS_WEIGHTS_NAME
 
@@ -24,6 +27,12 @@ from peft_surgical.names import PREFIX, CopyName
 
 SEPARATOR = ":"
 ERROR = "error"
+_HUB_OPTIONS = inspect.signature(hf_hub_download).parameters.keys() - {
+    "repo_id",
+    "filename",
+    "subfolder",
+    "user_agent",
+}
 
 
 @dataclass(frozen=True)
@@ -132,6 +141,20 @@ def entry_of(key: str, suffixes: Sequence[str] = ("",)) -> Entry:
     """What a plain name in an adapter's file stands for."""
     copy = CopyName.parse(key)
     return Entry(key, copy.in_base if copy else key.removeprefix(PREFIX), copy is not None, list(suffixes))
+
+
+def weights_file(source: str, subfolder: str | None, options: Mapping[str, Any]) -> str | None:
+    """The safetensors file of an adapter in a folder or, found with these of PEFT's options, on the hub; None: none."""
+    local = os.path.join(source, subfolder or "", SAFETENSORS_WEIGHTS_NAME)
+    if os.path.exists(local):
+        return local
+    if os.path.isdir(source):
+        return None
+    try:
+        of_hub = {name: value for name, value in options.items() if name in _HUB_OPTIONS}
+        return hf_hub_download(source, SAFETENSORS_WEIGHTS_NAME, subfolder=subfolder, **of_hub)
+    except Exception:  # PEFT's own loading follows and says what is wrong
+        return None
 
 
 def method_of(config: PeftConfig) -> str:

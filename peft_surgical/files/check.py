@@ -232,6 +232,17 @@ _GATHER = (
 )
 
 
+class StateOfFile(dict[str, torch.Tensor]):
+    """The tensors of an adapter's file and its header; PEFT hands on copies of such a dictionary."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor], header: Header) -> None:
+        super().__init__(tensors)
+        self.header = header
+
+    def copy(self) -> StateOfFile:
+        return StateOfFile(self, self.header)
+
+
 class Checked(threading.local):
     """The tensors that a thread has checked, and decoded, before it puts them into a model: those and no others."""
 

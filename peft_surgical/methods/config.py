@@ -13,13 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import hf_hub_download
 from peft import PeftConfig
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME
 from typing_extensions import Self
 
-from peft_surgical.files.adapter import AdapterFile, group_parts
+from peft_surgical.files.adapter import AdapterFile, group_parts, weights_file
 from peft_surgical.files.base import check_record
 from peft_surgical.files.check import add_header, checked, decoded_shapes
 from peft_surgical.files.encodings import find_encoding
@@ -180,7 +179,8 @@ class DeltaConfig(PeftConfig):
         """
         if (opened := vars(self).get("_opened")) is not None:
             return opened
-        path = self.weights_file()
+        source = getattr(self, "_source", None)
+        path = weights_file(*source) if source else None
         if path is None:
             return None
         file = TensorFile(path, self.present_name)
@@ -238,22 +238,6 @@ class DeltaConfig(PeftConfig):
                 marks = {self.present_name(name): mark for name, mark in self.record.get("tensors", {}).items()}
                 self.record = {**self.record, "tensors": marks}
             self.key_mapping = None
-
-    def weights_file(self) -> str | None:
-        """The safetensors file that belongs to this config, if it was read from a folder or the hub."""
-        name, subfolder, options = getattr(self, "_source", (None, None, {}))
-        if name is None:
-            return None
-        local = os.path.join(name, subfolder or "", SAFETENSORS_WEIGHTS_NAME)
-        if os.path.exists(local):
-            return local
-        if os.path.isdir(name):
-            return None
-        try:
-            options = {key: value for key, value in options.items() if key != "user_agent"}
-            return hf_hub_download(name, SAFETENSORS_WEIGHTS_NAME, subfolder=subfolder, **options)
-        except Exception:  # PEFT's own loading follows and says what is wrong
-            return None
 
 
 def open_adapter(source: str | os.PathLike) -> AdapterFile:

@@ -11,12 +11,13 @@ import torch
 from peft import PeftConfig, peft_model
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 from peft.tuners.tuners_utils import BaseTuner
-from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME, hotswap, register_peft_method
+from peft.utils import CONFIG_NAME, hotswap, register_peft_method
 from peft.utils.peft_types import PeftType
 from torch import nn
 
 from peft_surgical.compat import add_peft_type
-from peft_surgical.files.check import checked
+from peft_surgical.files.adapter import weights_file
+from peft_surgical.files.check import StateOfFile, checked
 from peft_surgical.files.safetensors_io import TensorFile
 from peft_surgical.methods.config import MOST_BYTES, DeltaConfig, sources
 
@@ -93,23 +94,42 @@ def load_on_cpu() -> None:
     """Let PEFT load the tensors that were checked, from the CPU, from where each goes to its module's device.
 
     PEFT itself reads them to the first accelerator that it finds, in every process and wherever the model is. Adapters
-    of other methods are read as before: those of this package are told by where their configs were read from.
+    of other methods are read as before: those of this package are told by where their configs were read from, or by
+    the header of their file, which goes along with what is read with a config that a user made.
     """
     original: Any = peft_model.load_peft_weights
     if not hasattr(original, "sources"):
 
         @functools.wraps(original)
         def by_source(model_id: Any, device: Any = None, *args: Any, **kwargs: Any) -> Any:
-            if os.fspath(model_id) not in by_source.sources:  # type: ignore[attr-defined]
-                return original(model_id, device, *args, **kwargs)
-            state = checked.take(model_id, kwargs.get("subfolder"))
-            path = os.path.join(model_id, kwargs.get("subfolder") or "", SAFETENSORS_WEIGHTS_NAME)
-            if state is None and os.path.isfile(path) and not kwargs.get("key_mapping"):
-                state = dict(TensorFile(path))
-            return original(model_id, "cpu", *args, **kwargs) if state is None else state
+            is_own = os.fspath(model_id) in by_source.sources  # type: ignore[attr-defined]
+            if is_own and (state := checked.take(model_id, kwargs.get("subfolder"))) is not None:
+                return state
+            file = _open_own(model_id, kwargs, is_own)
+            if file is None or kwargs.get("key_mapping"):
+                state = original(model_id, "cpu" if is_own or file else device, *args, **kwargs)
+                file = file or _open_own(model_id, kwargs, is_own)  # it was on the hub
+            else:
+                state = dict(file)
+            return state if file is None or file.header is None else StateOfFile(state, file.header)
 
         peft_model.load_peft_weights = hotswap.load_peft_weights = by_source
     peft_model.load_peft_weights.sources = sources  # type: ignore[attr-defined]
+
+
+def _open_own(model_id: Any, options: Mapping[str, Any], is_own: bool) -> TensorFile | None:
+    """The file that PEFT is about to read, or has downloaded, if it is one of this package."""
+    subfolder, known = options.get("subfolder"), {**options, "local_files_only": True}
+    path = weights_file(os.fspath(model_id), subfolder, known)
+    if path is None:
+        return None
+    try:
+        file = TensorFile(path)
+    except ValueError:
+        if is_own:
+            raise
+        return None  # PEFT says what is wrong
+    return file if is_own or file.header is not None else None
 
 
 def register_hotswap(name: str, swap_in: SwapIn, model_cls: type[BaseTuner], keys: Sequence[str] = ()) -> None:

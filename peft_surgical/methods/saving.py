@@ -13,10 +13,10 @@ from torch import nn
 
 from peft_surgical.copies.module import TunedModule
 from peft_surgical.copies.select import original_tensor, token_embeddings
-from peft_surgical.distributed import rank, whole_weights
-from peft_surgical.files.adapter import decode_tensors, encode_tensor, is_encoded
-from peft_surgical.files.base import base_tensors, with_vocabulary
-from peft_surgical.files.check import check_file, check_gathered, check_tensors, read_state, sharded
+from peft_surgical.distributed import engine_of, rank, whole_weights
+from peft_surgical.files.adapter import decode_tensors, encode_tensor, is_encoded, touched_names
+from peft_surgical.files.base import base_tensors, check_base, with_vocabulary
+from peft_surgical.files.check import StateOfFile, check_file, check_gathered, check_tensors, read_state, sharded
 from peft_surgical.files.safetensors_io import TensorFile
 from peft_surgical.layers import unwrap
 from peft_surgical.methods.heads import check_own, embedding_tensors, head_shapes
@@ -172,6 +172,9 @@ class SavedState(BaseTuner):
 
     @classmethod
     def _remap_checked(cls, model: Any, config: Any, adapter_name: str, state_dict: Any) -> dict[str, torch.Tensor]:
+        if isinstance(state_dict, StateOfFile) and config.check_base and engine_of(model) is None:  # those hold parts
+            base, touched = base_tensors(unwrap(model)), touched_names(state_dict)
+            check_base(state_dict.header.base, unwrap(model), base, touched, config.present_name)
         state_dict = {config.present_name(name): tensor for name, tensor in state_dict.items()}
         with whole_weights(model) if is_encoded(state_dict) else nullcontext():
             decoded = decode_state(model, adapter_name, state_dict, cls._remove_adapter_name_from_key)

@@ -13,6 +13,7 @@ from safetensors import safe_open
 from tiny_models import build
 
 from peft_surgical import StratifiedConfig, SurgicalConfig, rank_layers
+from peft_surgical.files.base import base_tensors
 
 
 def plain(config: PeftConfig) -> dict:
@@ -74,6 +75,23 @@ def test_a_config_that_was_read_serves_two_models(method, tmp_path):
         model = PeftModel.from_pretrained(build("bert"), folder, config=config).eval()
         assert torch.equal(outputs(model, "bert"), expected)
     assert plain(config) == before
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_config_made_anew_is_no_way_past_the_check_of_the_base(method, tmp_path):
+    folder = save(make(method, "bert", [1, 3]), tmp_path)
+    expected = outputs(PeftModel.from_pretrained(build("bert"), folder).eval(), "bert")
+
+    model = PeftModel.from_pretrained(build("bert"), folder, config=make_config(method, "bert", [1, 3])).eval()
+    assert torch.equal(outputs(model, "bert"), expected)
+    other = build("bert", seed=3)
+    before = {name: tensor.clone() for name, tensor in other.state_dict().items()}
+    with pytest.raises(ValueError, match="another base model"):
+        PeftModel.from_pretrained(other, folder, config=make_config(method, "bert", [1, 3]))
+    assert all(torch.equal(base_tensors(other)[name], tensor) for name, tensor in before.items())
+    unchecked = make_config(method, "bert", [1, 3])
+    unchecked.check_base = False
+    PeftModel.from_pretrained(build("bert", seed=3), folder, config=unchecked)
 
 
 def test_a_ranking_serves_two_models(tmp_path):
