@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -175,7 +175,7 @@ def whole_weights(model: nn.Module) -> AbstractContextManager[None]:
 def whole_tensor(tensor: Tensor) -> AbstractContextManager[None]:
     """A context in which a tensor that ZeRO-3 shards has its whole value; all processes enter it together."""
     is_sharded = isinstance(tensor, nn.Parameter) and hasattr(tensor, "ds_id") and not tensor.numel()
-    return gather_params_ctx([tensor], None) if is_sharded else nullcontext()
+    return gather_params_ctx(cast(nn.Parameter, tensor), None) if is_sharded else nullcontext()
 
 
 def shard_by_layer(accelerator: Any, model: nn.Module) -> None:

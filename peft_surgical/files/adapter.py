@@ -144,7 +144,7 @@ def entry_of(key: str, suffixes: Sequence[str] = ("",)) -> Entry:
 
 
 def weights_file(source: str, subfolder: str | None, options: Mapping[str, Any]) -> str | None:
-    """The safetensors file of an adapter in a folder or, found with these of PEFT's options, on the hub; None: none."""
+    """The safetensors file of an adapter in a folder, or on the hub with these of PEFT's options; None without one."""
     local = os.path.join(source, subfolder or "", SAFETENSORS_WEIGHTS_NAME)
     if os.path.exists(local):
         return local
