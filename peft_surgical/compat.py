@@ -18,10 +18,14 @@ from typing import Any
 import peft
 import torch
 import transformers
+from peft.tuners import tuners_utils
 from peft.tuners.lora.layer import LoraLayer
+from peft.utils import other as peft_other
+from peft.utils import save_and_load
 from peft.utils.other import ModulesToSaveWrapper
 from peft.utils.peft_types import PeftType
 from torch import nn
+from torch.utils import _pytree
 
 
 # by the module, or the class in a module, that has them
@@ -237,30 +241,11 @@ check_private_names()
 
 # under public names, for the rest of the package
 parse_pattern: Any = import_module("re._parser" if sys.version_info >= (3, 11) else "sre_parse").parse
-from peft.tuners.tuners_utils import _check_adapters_not_merged as check_adapters_not_merged  # noqa: E402
-from peft.tuners.tuners_utils import _ExcludedModule as ExcludedModule  # noqa: E402
-from peft.tuners.tuners_utils import _maybe_include_all_linear_layers as include_all_linear_layers  # noqa: E402
-from peft.utils.other import _get_submodules as get_submodules  # noqa: E402
-from peft.utils.save_and_load import _insert_adapter_name_into_state_dict as insert_adapter_name  # noqa: E402
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten  # noqa: E402
-
-
-__all__ = [
-    "PRIVATE_NAMES",
-    "ConvertedTensors",
-    "ExcludedModule",
-    "TreeSpec",
-    "add_peft_type",
-    "check_adapters_not_merged",
-    "check_private_names",
-    "get_submodules",
-    "include_all_linear_layers",
-    "insert_adapter_name",
-    "loading_rules",
-    "parse_pattern",
-    "require",
-    "tree_flatten",
-    "tree_unflatten",
-    "unknown_release",
-    "with_prefix",
-]
+check_adapters_not_merged = tuners_utils._check_adapters_not_merged
+ExcludedModule = tuners_utils._ExcludedModule
+include_all_linear_layers = tuners_utils._maybe_include_all_linear_layers
+get_submodules = peft_other._get_submodules
+insert_adapter_name = save_and_load._insert_adapter_name_into_state_dict
+TreeSpec = _pytree.TreeSpec
+tree_flatten = _pytree.tree_flatten
+tree_unflatten = _pytree.tree_unflatten

@@ -61,17 +61,16 @@ def all_reduce(tensor: Tensor) -> Tensor:
 
 
 def on_all_ranks(action: Callable[[], object]) -> None:
-    """Do something; what it raises in one process is raised on all of them, see `raise_on_all_ranks`."""
+    """Do something; the error of any process is raised on all of them, so that none waits for one that gave up.
+
+    Raises:
+        Exception: The error of this process; in the others a `RuntimeError` that says what it was.
+    """
     error = None
     try:
         action()
     except Exception as caught:  # noqa: BLE001  the other processes must hear of it
         error = caught
-    raise_on_all_ranks(error)
-
-
-def raise_on_all_ranks(error: Exception | None) -> None:
-    """Raise the error of any process on all of them, so that none waits for one that has given up."""
     messages = gather(None if error is None else f"{type(error).__name__}: {error}")
     if error is not None:
         raise error

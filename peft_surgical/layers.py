@@ -1,4 +1,4 @@
-"""Find a model's stacks of transformer layers, and the layers a user means.
+"""Find a model's stacks of transformer layers, and the layers that a user means by what may be written for them.
 
 Layers are found in the module tree, by object: a stack is an outermost `nn.ModuleList` (or, in a model without any, an
 outermost `nn.Sequential`) of like modules that are built of other modules and hold parameters. Names are never matched
@@ -7,7 +7,10 @@ as text.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+import operator
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 
 from accelerate.utils import extract_model_from_parallel
@@ -16,7 +19,13 @@ from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from peft_surgical.layer_specs import LayerSpec, layer_indices
+
+LayerSpec = str | Sequence[int | str] | Mapping[str, "str | Sequence[int | str]"]
+"""What a user may write for layers, see `resolve_layers`."""
+
+_FORMS = "a list of indices such as [3, -1], 'last:3', 'first:2', 'last:25%', '4-9', '10-', 'all', or {'stack': ...}"
+_COUNT = re.compile(r"(first|last):(\d+(?:\.\d+)?)(%?)")
+_RANGE = re.compile(r"(\d+)-(\d*)")
 
 
 @dataclass(frozen=True)
@@ -149,16 +158,6 @@ def choose_stack(model: nn.Module, stack: str | None = None) -> Stack:
     )
 
 
-def plain_layers(layers: Sequence[Layer], model: nn.Module) -> list[int] | dict[str, list[int]]:
-    """Layers as plain integers, the form that is stored in a config: a list if the model has one stack only."""
-    by_stack: dict[str, list[int]] = {}
-    for layer in layers:
-        by_stack.setdefault(layer.stack, []).append(layer.index)
-    if len(by_stack) == 1 and list(by_stack) == list(find_stacks(model)):
-        return next(iter(by_stack.values()))
-    return by_stack
-
-
 def describe_stacks(stacks: Mapping[str, Stack]) -> str:
     """One sentence that lists the stacks with their valid range, for error messages."""
     return f"Stacks: {'; '.join(map(str, stacks.values())) or 'none'}."
@@ -244,3 +243,56 @@ def _short_names(paths: Sequence[str], prefix: str) -> list[str]:
         common += 1
     short = [o[common] if len(o) > common else p[-1] for o, p in zip(owners, parts, strict=True)]
     return [s if short.count(s) == 1 else ".".join(p[common:]) for s, p in zip(short, parts, strict=True)]
+
+
+def layer_indices(spec: str | Sequence[int | str], stack: Sized) -> list[int]:
+    """The indices in one stack that a specification means, ascending; errors as in `resolve_layers`."""
+    if isinstance(spec, (Mapping, bytes)) or not isinstance(spec, Iterable):
+        raise TypeError(f"layers={spec!r} is a {type(spec).__name__}; allowed are {_FORMS}.")
+    indices: list[int] = []
+    for item in [spec] if isinstance(spec, str) else spec:
+        indices.extend(_parse(item, stack) if isinstance(item, str) else [_in_range(item, stack, spec)])
+    twice = [i for i in indices if indices.count(i) > 1]
+    if twice or not indices:
+        fault = f"layer {twice[0]} more than once; name each layer once" if twice else "no layer"
+        raise ValueError(f"layers={spec!r} chooses {fault}. Stack: {stack}.")
+    return sorted(indices)
+
+
+def _parse(text: str, stack: Sized) -> range:
+    depth = len(stack)
+    text = text.strip()
+    if text == "all":
+        return range(depth)
+    if match := _COUNT.fullmatch(text):
+        where, number, percent = match.groups()
+        share = float(number) / 100 if percent else float(number) / depth
+        count = max(1, math.floor(share * depth + 0.5))
+        if not 0 < share <= 1 or ("." in number and not percent):
+            raise ValueError(
+                f"layers={text!r} must ask for 1 to {depth} layers, or 0% < share <= 100%. Stack: {stack}."
+            )
+        return range(count) if where == "first" else range(depth - count, depth)
+    if match := _RANGE.fullmatch(text):
+        first, last = int(match[1]), int(match[2] or depth - 1)
+        if first > last:
+            raise ValueError(f"layers={text!r} chooses no layer. Stack: {stack}.")
+        return range(_in_range(first, stack, text), _in_range(last, stack, text) + 1)
+    if re.fullmatch(r"-?\d+", text):
+        return range(index := _in_range(int(text), stack, text), index + 1)
+    raise ValueError(f"layers={text!r} is not understood; allowed are {_FORMS}.")
+
+
+def _in_range(index: object, stack: Sized, spec: object) -> int:
+    # numpy and torch integers are indices too; a truth value is one for Python, but is never meant as a layer
+    try:
+        if isinstance(index, bool):
+            raise TypeError
+        i = operator.index(index)  # type: ignore[arg-type]
+    except TypeError:
+        raise TypeError(
+            f"layers={spec!r} contains {index!r}, a {type(index).__name__}; allowed are {_FORMS}."
+        ) from None
+    if not -len(stack) <= i < len(stack):
+        raise ValueError(f"layers={spec!r}: there is no layer {i}. Stack: {stack}.")
+    return i % len(stack)

@@ -18,10 +18,10 @@ from peft_surgical.layers import (
     describe_stacks,
     find_stacks,
     layer_indices,
-    plain_layers,
     resolve_layers,
     unwrap,
 )
+from peft_surgical.methods.resolve import plain_layers
 
 
 # family -> (class of its layers, names of its stacks). Finding modules by class is the oracle: it shares nothing with

@@ -23,7 +23,7 @@ from peft_surgical.copies.module import TunedModule
 from peft_surgical.files.adapter import method_of
 from peft_surgical.files.check import check_tensors
 from peft_surgical.methods.config import DeltaConfig
-from peft_surgical.methods.mixed_batch import BASE, adapter_names_in_forward
+from peft_surgical.methods.wrappers import BASE, adapter_names_in_forward
 from peft_surgical.names import PREFIX, STRATIFIED, SURGICAL, base_path
 
 
@@ -37,8 +37,6 @@ class TensorSlot:
     @property
     def tensor(self) -> torch.Tensor:
         """What is there."""
-        if isinstance(self.owner, nn.ParameterDict):
-            return self.owner[self.name]
         return getattr(self.owner, self.name)
 
     def fill(self, tensor: torch.Tensor | None) -> None:

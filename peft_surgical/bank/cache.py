@@ -17,6 +17,7 @@ from peft_surgical.bank.file import Task
 from peft_surgical.bank.lock import keep_whole_in_forks
 from peft_surgical.bank.memory import Layout, LruBudget, NoRoomError, Resident
 from peft_surgical.files.adapter import Entry, decode_tensors
+from peft_surgical.files.safetensors_io import naming
 
 
 Value = TypeVar("Value")
@@ -108,8 +109,10 @@ class TaskCache:
                 with self.lock:
                     keep = self.in_use | (set(self._wanted) if gently else set())
                     left = self.on_device.reserve(task, task.layout.nbytes, keep)
-                buffer = self._inherited(left, task.layout.nbytes)
-                del left
+                # on a CPU, the memory of a task that just left: new memory takes longer to get than a file to read
+                buffers = [] if self.is_on_gpu else [resident.buffer for resident in left]
+                buffer = next((b for b in buffers if b.nbytes == task.layout.nbytes), None)
+                del left, buffers
                 resident = self._fetch(task, buffer)
                 self._put(self.on_device, task, resident)
             self._fetching = None
@@ -179,11 +182,6 @@ class TaskCache:
         finally:
             with self.lock:
                 memory.drop_reservation(task)
-
-    def _inherited(self, left: Sequence[Resident], nbytes: int) -> torch.Tensor | None:
-        """On a CPU, the memory of a task that just left: new memory takes longer to get than a file to read."""
-        buffers = [] if self.is_on_gpu else [resident.buffer for resident in left]
-        return next((buffer for buffer in buffers if buffer.nbytes == nbytes), None)
 
     def _fetch(self, task: Task, buffer: torch.Tensor | None) -> Resident:
         host = self._host_buffer(task)
@@ -257,7 +255,5 @@ class TaskCache:
         if entry.key in parts:
             return parts[entry.key]
         parts = {key: tensor.to(device, non_blocking=True) for key, tensor in parts.items()}
-        try:
+        with naming(task.file.path):
             return decode_tensors(parts, {entry.key: self.base[entry.name].to(device)})[entry.key]
-        except ValueError as error:
-            raise ValueError(f"{task.file.path}: {error}") from error

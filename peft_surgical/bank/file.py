@@ -25,9 +25,9 @@ from peft_surgical.files.check import check_tensors, decoded_shapes, read_header
 from peft_surgical.files.safetensors_io import DTYPES, Header, checksum, download
 from peft_surgical.methods.config import DeltaConfig, read_config
 from peft_surgical.methods.heads import head_names, head_shapes, label_settings
-from peft_surgical.methods.mixed_batch import BASE
 from peft_surgical.methods.stratified.config import CHANGES_BASE
 from peft_surgical.methods.surgical import SurgicalConfig, resolve_surgical
+from peft_surgical.methods.wrappers import BASE
 from peft_surgical.names import PREFIX, CopyName
 
 

@@ -92,7 +92,7 @@ class SwitchLock:
             else:
                 self._queue.append(hold)
                 self._admit()
-                while hold not in self._holds and not self._may_switch(hold):
+                while hold not in self._holds and (self._queue[0] is not hold or self._holds or self._switching):
                     self._changed.wait()
                 self.seconds_waited += time.perf_counter() - started
                 if hold not in self._holds:
@@ -125,9 +125,6 @@ class SwitchLock:
             self._admit()
             self._changed.notify_all()
         _within.set(tuple(other for other in _within.get() if not other.is_over))
-
-    def _may_switch(self, hold: _Hold) -> bool:
-        return self._queue[0] is hold and not self._holds and self._switching is None
 
     def _admit(self) -> None:
         """Let those at the head of the queue in who want the key that is in place."""

@@ -14,10 +14,10 @@ from peft.utils.constants import DUMMY_TARGET_MODULES
 from torch import nn
 from tqdm import tqdm
 
-from peft_surgical.convert.merge import check_adapter, merged_model
+from peft_surgical.convert.merge import tensors_of_base
 from peft_surgical.copies.module import TunedModule
 from peft_surgical.files.adapter import AdapterFile, encode_tensor, method_of, write_adapter
-from peft_surgical.files.checkpoint import Checkpoint, ModelTensors
+from peft_surgical.files.checkpoint import Checkpoint
 from peft_surgical.files.encodings import difference, find_encoding
 from peft_surgical.methods.config import open_adapter
 
@@ -51,9 +51,7 @@ def convert_adapter(
     saved = open_adapter(adapter)
     if not any(entry.is_copy for entry in saved.entries):
         raise ValueError(f"{saved.source} holds no tuned copies of the base's tensors, so there is nothing to encode.")
-    before = base_of(saved, base)
-    old = ModelTensors(before, merged_model(before, saved))
-    check_adapter(saved, old)
+    old = tensors_of_base(base_of(saved, base), saved)
     config: Any = saved.config
     config.encoding = encoding
     tensors: dict[str, torch.Tensor] = {}
@@ -122,15 +120,10 @@ def _write(
 
 @dataclass(frozen=True)
 class Distillation:
-    """What `distil_scales` achieved.
+    """What `distil_scales` achieved."""
 
-    Args:
-        before: Mean squared error of the outputs with the mean difference of each row as its step size.
-        after: The same with the step sizes that were found.
-    """
-
-    before: float
-    after: float
+    before: float  # mean squared error of the outputs with the mean difference of each row as its step size
+    after: float  # the same with the step sizes that were found
 
 
 @dataclass

@@ -13,47 +13,32 @@ import torch
 
 from peft_surgical.convert.change import table
 from peft_surgical.convert.convert import base_of
-from peft_surgical.convert.merge import check_adapter, merged_model
+from peft_surgical.convert.merge import tensors_of_base
 from peft_surgical.files.adapter import ERROR, AdapterFile, Entry, method_of
-from peft_surgical.files.checkpoint import ModelTensors
 from peft_surgical.files.encodings import difference, values_nbytes
+from peft_surgical.files.safetensors_io import naming
 from peft_surgical.methods.config import open_adapter
 
 
 @dataclass(frozen=True)
 class Group:
-    """The tensors of one layer, or of one module outside the layers, in an adapter's file.
+    """The tensors of one layer, or of one module outside the layers, in an adapter's file."""
 
-    Args:
-        name: The path of the layer or module in the base.
-        tensors: Their number.
-        nbytes: Their size in the file.
-        values_nbytes: The size that their plain values would have.
-        encodings: How they are written; plain tensors beside encoded ones are `values`.
-        error: The norm of the error that the encoding made, relative to the difference to the base; 0 if exact.
-    """
-
-    name: str
-    tensors: int
-    nbytes: int
-    values_nbytes: int
-    encodings: tuple[str, ...]
-    error: float
+    name: str  # the path of the layer or module in the base
+    tensors: int  # their number
+    nbytes: int  # their size in the file
+    values_nbytes: int  # the size that their plain values would have
+    encodings: tuple[str, ...]  # plain tensors beside encoded ones are `values`
+    error: float  # the norm of the encoding's error, relative to the difference to the base; 0 if exact
 
 
 @dataclass(frozen=True)
 class Inspection:
-    """What a saved adapter holds.
-
-    Args:
-        source: Where it is.
-        config: Its config, as plain data.
-        groups: Its tensors by layer.
-    """
+    """What a saved adapter holds."""
 
     source: str
     config: dict[str, Any]
-    groups: list[Group]
+    groups: list[Group]  # its tensors by layer
 
     @property
     def nbytes(self) -> int:
@@ -80,16 +65,12 @@ class Inspection:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What two adapters have in common.
-
-    Args:
-        sources: Where they are.
-        rows: By layer or module: the bytes in each (0 if it has none), whether all common tensors are equal bit for
-            bit, and the cosine between their differences to the base (NaN if the base was not given).
-    """
+    """What two adapters have in common."""
 
     sources: tuple[str, str]
     rows: list[tuple[str, int, int, bool, float]]
+    """By layer or module: the bytes in each (0 if it has none), whether all common tensors are equal bit for bit, and
+    the cosine between their differences to the base (NaN if the base was not given)."""
 
     def __str__(self) -> str:
         cells = [
@@ -142,10 +123,7 @@ def compare_adapters(
     encoded = next((a for a in adapters if any(entry.encoding != "values" for entry in a.entries)), None)
     if base is not None or encoded is not None:
         before = base_of(encoded or adapters[0], base)
-        tensors = ModelTensors(before, merged_model(before, adapters[0]))
-        old = tensors
-        for adapter in adapters:
-            check_adapter(adapter, tensors)
+        old, _ = (tensors_of_base(before, adapter) for adapter in adapters)
     layers = [_by_layer(adapter) for adapter in adapters]
     rows = []
     for name in dict.fromkeys([*layers[0], *layers[1]]):
@@ -175,10 +153,8 @@ def _group(name: str, entries: list[Entry], adapter: AdapterFile) -> Group:
         if entry.encoding == "values":
             values += adapter.nbytes(entry)
         else:
-            try:
+            with naming(f"{adapter.source}: the tensor {entry.key!r}"):
                 values += values_nbytes(entry.encoding, adapter.file[keys[entry.encoding]])
-            except ValueError as error:
-                raise ValueError(f"{adapter.source}: the tensor {entry.key!r}: {error}") from error
     return Group(
         name=name,
         tensors=len(entries),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import os
 import shutil
@@ -62,11 +63,11 @@ def merge_checkpoint(
         raise ValueError(f"output={str(output)!r} is the base itself, which a merge never writes to.")
     model = merged_model(before, saved)
     if saved.config.peft_type == "SURGICAL":
-        merge = _Merge(before, model, _from_file(saved))
+        merge = _Merge(ModelTensors(before, model), _from_file(saved))
         check_adapter(saved, merge.old)
     else:
         merged: Any = adapted_model(before, saved).merge_and_unload()
-        merge = _Merge(before, merged, _from_memory(merged))
+        merge = _Merge(ModelTensors(before, merged), _from_memory(merged))
     size = None if max_shard_size is None else convert_file_size_to_int(max_shard_size)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with written_aside(folder) as aside:
@@ -87,6 +88,28 @@ def merged_model(before: Checkpoint, saved: AdapterFile) -> nn.Module:
     model = empty_model(before, _architecture(config, saved, record), **known)
     apply_label_settings(model, labels)
     return model
+
+
+def tensors_of_base(before: Checkpoint, saved: AdapterFile) -> ModelTensors:
+    """The base's tensors by the names in `merged_model`, once the adapter is checked."""
+    old = ModelTensors(before, merged_model(before, saved))
+    check_adapter(saved, old)
+    return old
+
+
+def check_adapter(saved: AdapterFile, old: ModelTensors) -> None:
+    """Check a saved adapter as loading does: that it is whole, and for this base. Nothing is written before."""
+    config: Any = saved.config
+    if not isinstance(config, DeltaConfig):
+        return
+    if config.check_base:
+        try:
+            check_base(config.record or {}, old.model, old, touched_names(saved.file))
+        except ValueError as error:
+            bases = f"{config.base_model_name_or_path!r}, not {old.checkpoint.source}"
+            raise ValueError(f"{saved.source} names the base {bases}: {error}") from error
+    PeftModel(copy.deepcopy(old.model), config)  # on the meta device: this checks the file
+    checked.take(None, None)
 
 
 def adapted_model(before: Checkpoint, saved: AdapterFile) -> PeftModel:
@@ -135,12 +158,12 @@ def _from_memory(merged: nn.Module) -> dict[str, _Replacement]:
 class _Merge:
     """A merged checkpoint, with the names that the base's checkpoint has; `replaced` is by the model's names."""
 
-    def __init__(self, before: Checkpoint, model: Any, replaced: Mapping[str, _Replacement]):
-        self.before, self.model, self.replaced = before, model, replaced
-        self.old = ModelTensors(before, model)
-        self.shapes = model.state_dict()
+    def __init__(self, old: ModelTensors, replaced: Mapping[str, _Replacement]):
+        self.before, self.old, self.replaced = old.checkpoint, old, replaced
+        self.model: Any = old.model
+        self.shapes = self.model.state_dict()
         if unknown := [name for name in replaced if name not in self.shapes]:
-            raise ValueError(f"The adapter has {unknown[0]!r}, which a {type(model).__name__} does not have.")
+            raise ValueError(f"The adapter has {unknown[0]!r}, which a {type(self.model).__name__} does not have.")
         self._converted: dict[str, torch.Tensor] = {}  # what was made together with a tensor and is not yet written
         self.names = self._names()
 
@@ -224,22 +247,3 @@ class _Merge:
             values[name] = value.detach()
         self._converted.update(self.old.in_checkpoint(source, values) if names else values)
         return self._converted.pop(source)
-
-
-def check_adapter(saved: AdapterFile, old: ModelTensors) -> None:
-    """Check a saved adapter as loading does: that it is whole, and for this base. Nothing is written before."""
-    config: Any = saved.config
-    if not isinstance(config, DeltaConfig):
-        return
-    model = merged_model(old.checkpoint, saved)
-    if config.check_base:
-        touched = touched_names(saved.file)
-        try:
-            check_base(config.record or {}, model, old, touched)
-        except ValueError as error:
-            named = config.base_model_name_or_path
-            raise ValueError(
-                f"{saved.source} names the base {named!r}, not {old.checkpoint.source}: {error}"
-            ) from error
-    PeftModel(model, config)  # on the meta device: this checks the file
-    checked.take(None, None)

@@ -21,7 +21,7 @@ from peft import PeftConfig
 from peft.utils import SAFETENSORS_WEIGHTS_NAME
 
 from peft_surgical.files.encodings import ENCODINGS, difference, find_encoding
-from peft_surgical.files.safetensors_io import TensorFile, write_tensors, written_aside
+from peft_surgical.files.safetensors_io import TensorFile, naming, write_tensors, written_aside
 from peft_surgical.names import PREFIX, CopyName
 
 
@@ -78,10 +78,8 @@ class AdapterFile:
     def decode(self, entry: Entry, base: torch.Tensor | None = None) -> torch.Tensor:
         """The trained values of one tensor, which need the base's own if it is encoded."""
         parts = {key: self.file[key] for key in entry.keys().values()}
-        try:
+        with naming(self.source):
             return decode_tensors(parts, {} if base is None else {entry.key: base})[entry.key]
-        except ValueError as error:
-            raise ValueError(f"{self.source}: {error}") from error
 
     def nbytes(self, entry: Entry) -> int:
         """The size of a tensor in the file, all parts together, in bytes."""

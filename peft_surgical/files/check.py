@@ -10,14 +10,14 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
 
 from peft_surgical.files.adapter import ERROR, SEPARATOR, as_plain, decode_tensors, encoding_of, entry_of, group_parts
 from peft_surgical.files.encodings import Shape, find_encoding
-from peft_surgical.files.safetensors_io import HEADER, Header, TensorFile, checksum, written_aside
+from peft_surgical.files.safetensors_io import HEADER, Header, TensorFile, checksum, naming, written_aside
 
 
 def read_header(file: BinaryIO) -> tuple[dict[str, Any], int]:
@@ -54,41 +54,30 @@ def add_header(path: Path, base: Mapping[str, Any]) -> str:
     return header.saved
 
 
-class Spec(Protocol):
-    """Anything with a shape and a dtype, as a tensor on the meta device."""
-
-    @property
-    def shape(self) -> Any: ...
-
-    @property
-    def dtype(self) -> torch.dtype: ...
-
-
 def decoded_shapes(
-    specs: Mapping[str, Spec], expected: Mapping[str, Shape], base: Mapping[str, torch.Tensor] | None, source: str
-) -> dict[str, Shape]:
+    specs: Mapping[str, Any], expected: Mapping[str, Shape], base: Mapping[str, torch.Tensor] | None, source: str
+) -> dict[str, torch.Size]:
     """The shapes that a file's tensors will have once decoded, from its header alone, which is checked.
 
     The parts of an encoded tensor must be just those of an encoding, with the dtypes and shapes that it needs.
-    `expected` has the shapes of the trained tensors by plain name; `base`, where it is known, the base's own tensors.
+    `specs` have a shape and a dtype each, as meta tensors. `expected` has the shapes of the trained tensors by plain
+    name; `base`, where it is known, the base's own tensors.
     """
-    decoded: dict[str, Shape] = {}
+    decoded: dict[str, torch.Size] = {}
     for name, parts in group_parts(specs).items():
-        try:
+        with naming(f"{source}: the tensor {name!r}"):
             chosen = encoding_of(parts)
-        except ValueError as error:
-            raise ValueError(f"{source}: the tensor {name!r}: {error}") from error
         if chosen == "values":
             dtype = parts[""].dtype
             own = None if base is None else base.get(entry_of(name).name)
             is_free = base is None or dtype.is_floating_point
             dtypes = {"": dtype if is_free else getattr(own, "dtype", torch.float32)}
             needed: Mapping[str, Any] = {"": None}
-            decoded[name] = parts[""].shape
+            decoded[name] = torch.Size(parts[""].shape)
         else:
             dtypes = {**find_encoding(chosen).dtypes, ERROR: torch.float32}
             needed = find_encoding(chosen).part_shapes(expected[name]) if name in expected else {}
-            decoded[name] = expected.get(name, ())
+            decoded[name] = torch.Size(expected.get(name, ()))
         for suffix in [*needed, *parts]:
             key = f"{name}{SEPARATOR}{suffix}" if suffix else name
             if suffix not in parts:
@@ -113,19 +102,6 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def check_file(
-    file: TensorFile,
-    expected: Mapping[str, torch.Size],
-    base: Mapping[str, torch.Tensor],
-    *,
-    is_known: Callable[[str], bool] = lambda name: False,
-) -> None:
-    """Check the header of a file: it has the expected tensors, and beside them only such as `is_known` tells of."""
-    source = str(file.path)
-    shapes = decoded_shapes({name: file.meta(name) for name in file}, expected, base, source)
-    check_tensors({n: torch.Size(s) for n, s in shapes.items()}, expected, source=source, is_known=is_known)
-
-
 def read_state(file: TensorFile, bases: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """All tensors of a file by their names there, decoded where their base is known and has values."""
     named = {file.names_in_file[name]: name for name in file}
@@ -133,10 +109,8 @@ def read_state(file: TensorFile, bases: Mapping[str, torch.Tensor]) -> dict[str,
     known = {key: base for key, base in known.items() if not base.is_meta}
     state = {key: file[name] for key, name in named.items()}
     ready = {key: tensor for key, tensor in state.items() if as_plain(key) in known}
-    try:
+    with naming(file.path):
         decoded = decode_tensors(ready, known)
-    except ValueError as error:
-        raise ValueError(f"{file.path}: {error}") from error
     return {**{key: tensor for key, tensor in state.items() if key not in ready}, **decoded}
 
 
@@ -147,7 +121,7 @@ def check_tensors(
     source: str,
     is_known: Callable[[str], bool] = lambda name: False,
 ) -> None:
-    """Check that tensors are just the expected ones; see `check_file`."""
+    """Check that tensors are just the expected ones, and beside them only such as `is_known` tells of."""
     for name in expected:
         if name not in shapes:
             raise ValueError(f"{source} lacks the tensor {name!r}, which this adapter trains. Save the adapter again.")

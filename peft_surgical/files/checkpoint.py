@@ -92,10 +92,9 @@ class ModelTensors(Mapping[str, torch.Tensor]):
     """The tensors of a checkpoint that a model, maybe a meta one, has, by the model's names, read when asked for."""
 
     def __init__(self, checkpoint: Checkpoint, model: nn.Module):
-        self.checkpoint = checkpoint
+        self.checkpoint, self.model = checkpoint, model
         self.aliases = tied_names(model)
         wanted = model.state_dict()
-        self._model = model
         self._sources: dict[str, str | ConvertedTensors] = {}
         self._groups: dict[str, ConvertedTensors] = {}  # by the names in the checkpoint
         self.names: dict[str, list[str]] = {}
@@ -130,7 +129,7 @@ class ModelTensors(Mapping[str, torch.Tensor]):
         `values` are, by the model's names, those of all in `names[source]`; the result has all in `group_of(source)`.
         """
         group = self._groups.get(source)
-        return {source: next(iter(values.values()))} if group is None else group.revert(values, self._model)
+        return {source: next(iter(values.values()))} if group is None else group.revert(values, self.model)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._sources)
@@ -152,7 +151,7 @@ class ModelTensors(Mapping[str, torch.Tensor]):
 
     def _convert(self, group: ConvertedTensors, *, meta: bool = False) -> dict[str, torch.Tensor]:
         read = self.checkpoint.meta if meta else self.checkpoint.__getitem__
-        return group.convert(read, self._model)
+        return group.convert(read, self.model)
 
 
 def empty_model(source: Checkpoint, architecture: str | None = None, **changes: Any) -> nn.Module:

@@ -9,10 +9,10 @@ import math
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 import torch
+import zstandard
 
 
 Shape = Sequence[int]
@@ -52,7 +52,6 @@ class Lossless(Encoding):
     """
 
     dtypes = {"lossless": torch.uint8}
-
     lossy = False
 
     def part_shapes(self, shape: Shape) -> dict[str, tuple[int, ...] | None]:
@@ -64,7 +63,7 @@ class Lossless(Encoding):
         one, last = steps.dtype.type(1), steps.dtype.type(8 * steps.itemsize - 1)
         zigzag = (steps << one) ^ (0 - (steps >> last))
         planes = zigzag.view(np.uint8).reshape(-1, steps.itemsize).T
-        packed = _zstd().ZstdCompressor(level=3).compress(np.ascontiguousarray(planes).data)
+        packed = zstandard.ZstdCompressor(level=3).compress(np.ascontiguousarray(planes).data)
         name = str(trained.dtype).removeprefix("torch.").encode().ljust(16)
         header = name + zlib.crc32(bits.data).to_bytes(4, "little")
         return {"lossless": torch.frombuffer(bytearray(header + packed), dtype=torch.uint8)}
@@ -80,10 +79,10 @@ class Lossless(Encoding):
         start = _ordered(_bits(base.to(dtype, copy=True)))
         try:
             packed = data[_HEADER:].tobytes()
-            if (found := _zstd().frame_content_size(packed)) != size:  # before memory is taken for it
+            if (found := zstandard.frame_content_size(packed)) != size:  # before memory is taken for it
                 raise ValueError(f"its packed data are damaged (they hold {found} bytes instead of {size})")
-            planes = np.frombuffer(_zstd().ZstdDecompressor().decompress(packed), np.uint8)
-        except _zstd().ZstdError as error:
+            planes = np.frombuffer(zstandard.ZstdDecompressor().decompress(packed), np.uint8)
+        except zstandard.ZstdError as error:
             raise ValueError(f"its packed data are damaged ({error})") from error
         zigzag = np.ascontiguousarray(planes.reshape(start.itemsize, -1).T).view(start.dtype).reshape(-1)
         one = start.dtype.type(1)
@@ -135,7 +134,6 @@ class Int4(Encoding):
     """
 
     dtypes = {"int4": torch.uint8, "int4_scale": torch.bfloat16}
-
     entries_per_code = 2
 
     def part_shapes(self, shape: Shape) -> dict[str, tuple[int, ...] | None]:
@@ -164,7 +162,6 @@ class Sign(Encoding):
     """
 
     dtypes = {"sign": torch.uint8, "sign_scale": torch.float32}
-
     entries_per_code = 8
 
     def part_shapes(self, shape: Shape) -> dict[str, tuple[int, ...] | None]:
@@ -204,8 +201,8 @@ def values_nbytes(encoding: str, codes: torch.Tensor) -> int:
     if chosen.lossy:
         return codes.numel() * chosen.entries_per_code * 4
     try:
-        return _zstd().frame_content_size(codes[_HEADER : _HEADER + 32].numpy().tobytes())
-    except _zstd().ZstdError as error:
+        return zstandard.frame_content_size(codes[_HEADER : _HEADER + 32].numpy().tobytes())
+    except zstandard.ZstdError as error:
         raise ValueError(f"its packed data are damaged ({error})") from error
 
 
@@ -232,12 +229,6 @@ def _grouped(values: torch.Tensor) -> torch.Tensor:
 
 def _bit_places(device: torch.device) -> torch.Tensor:
     return torch.arange(8, dtype=torch.uint8, device=device)
-
-
-def _zstd() -> Any:
-    import zstandard  # here, so that everything else works where it is not installed
-
-    return zstandard
 
 
 def _bits(tensor: torch.Tensor) -> np.ndarray:

@@ -85,6 +85,15 @@ def checksum(dtype: str, shape: Sequence[int], data: np.ndarray) -> int:
     return zlib.crc32(data[whole:].data, start)
 
 
+@contextmanager
+def naming(what: object) -> Iterator[None]:
+    """Put a file or a tensor before what is wrong with it within the block."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{what}: {error}") from error
+
+
 class TensorFile(Mapping[str, torch.Tensor]):
     """A safetensors file, memory-mapped. Tensors that have a checksum are checked when they are read."""
 

@@ -179,7 +179,8 @@ class BackwardStart:
         self._undo()
         needs_hook_on_embeddings = False
         for stack in self._stacks:
-            lowest = next((i for i, layer in enumerate(stack) if _is_trained(layer)), None)
+            trained = [any(parameter.requires_grad for parameter in layer.parameters()) for layer in stack]
+            lowest = trained.index(True) if any(trained) else None
             if lowest is None:
                 continue
             is_reentrant = _is_reentrant(stack[lowest])
@@ -222,14 +223,8 @@ class BackwardStart:
             module.gradient_checkpointing = is_on  # type: ignore[assignment]
         self._hooks, self._paused = [], []
 
-    def __deepcopy__(self, memo: dict) -> BackwardStart:
-        return BackwardStart()
-
-    def __getstate__(self) -> dict:
-        return {}
-
-    def __setstate__(self, state: dict) -> None:
-        self.__init__()  # type: ignore[misc]
+    def __reduce__(self) -> tuple:  # a copy of the model, and one from a file, starts anew
+        return BackwardStart, ()
 
 
 def _checkpointable(model: nn.Module) -> Iterator[nn.Module]:
@@ -253,10 +248,6 @@ def _require_gradient(module: nn.Module, args: Any, output: Any) -> None:
     hidden = output[0] if isinstance(output, tuple) else output
     if module.training and torch.is_grad_enabled() and not hidden.requires_grad:
         hidden.requires_grad_(True)
-
-
-def _is_trained(layer: nn.Module) -> bool:
-    return any(parameter.requires_grad for parameter in layer.parameters())
 
 
 def _is_reentrant(layer: nn.Module) -> bool:

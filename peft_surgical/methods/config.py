@@ -8,7 +8,7 @@ import re
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,15 +35,6 @@ sources: set[str] = set()  # the folders and names on the hub that configs of th
 _FAULTS = (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RuntimeError, ImportError, re.error)
 
 
-def _named(error: Exception, source: str) -> ValueError:
-    """What is said of an adapter that an error came of."""
-    if not isinstance(error, ValueError):
-        return ValueError(
-            f"The adapter {source} cannot be used, its files are damaged ({type(error).__name__}: {error})."
-        )
-    return error if source in str(error) else ValueError(f"{source}: {error}")
-
-
 @dataclass
 class DeltaConfig(PeftConfig):
     """Base of `SurgicalConfig` and `StratifiedConfig`; not used by itself.
@@ -64,13 +55,13 @@ class DeltaConfig(PeftConfig):
         ValueError: An unknown encoding, or a file that a later version of this package has written.
     """
 
-    labels: dict | None = field(default=None, metadata={"help": "Number and names of the task's labels."})
-    base: dict | None = field(default=None, metadata={"help": "What the base model is like."})
-    saved: str | None = field(default=None, metadata={"help": "What the file of tensors is known by."})
-    encoding: str = field(default="values", metadata={"help": "values, lossless, bf16, int8, int4 or sign."})
-    check_base: bool = field(default=True, metadata={"help": "Whether another base model is an error."})
-    key_mapping: dict[str, str] | None = field(default=None, metadata={"help": "New names of renamed modules."})
-    format_version: int = field(default=FORMAT_VERSION, metadata={"help": "Version of this file's format."})
+    labels: dict | None = None
+    base: dict | None = None
+    saved: str | None = None
+    encoding: str = "values"
+    check_base: bool = True
+    key_mapping: dict[str, str] | None = None
+    format_version: int = FORMAT_VERSION
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -83,12 +74,6 @@ class DeltaConfig(PeftConfig):
             )
         self.resolution: Any = None  # a `Resolution`, on the copy that a tuner holds
         self.record = self.base  # or else of the file's header; what a user has read stays as it was
-
-    def for_one_model(self) -> Self:
-        """A copy for the tuner of one model, which resolves it; what a user holds can be used for another one."""
-        own = copy.copy(self)
-        own.resolution = None
-        return own
 
     @classmethod
     def from_pretrained(  # type: ignore[override]
@@ -188,7 +173,13 @@ class DeltaConfig(PeftConfig):
         except _FAULTS as error:
             if source is None or isinstance(error, torch.OutOfMemoryError):
                 raise
-            raise _named(error, os.path.join(*filter(None, source[:2]))) from error
+            name = os.path.join(*filter(None, source[:2]))
+            if not isinstance(error, ValueError):
+                text = f"{type(error).__name__}: {error}"
+                raise ValueError(f"The adapter {name} cannot be used, its files are damaged ({text}).") from error
+            if name in str(error):
+                raise
+            raise ValueError(f"{name}: {error}") from error
 
     def hold(self, state: dict[str, torch.Tensor]) -> None:
         """Keep the tensors of the file, which were checked, until PEFT puts them into the model."""
@@ -243,17 +234,12 @@ def open_adapter(source: str | os.PathLike) -> AdapterFile:
 
 def read_config(folder: str | os.PathLike) -> tuple[PeftConfig, Callable[[str], str]]:
     """The config of a saved adapter of any method, and what its file's tensors are called in the base at hand."""
+    folder = os.fspath(folder)
     try:
-        cls = PEFT_TYPE_TO_CONFIG_MAPPING[PeftConfig._get_peft_type(os.fspath(folder))]
+        config: Any = PEFT_TYPE_TO_CONFIG_MAPPING[PeftConfig._get_peft_type(folder)].from_pretrained(folder)
     except (ValueError, KeyError, OSError, TypeError, AttributeError) as error:
-        raise ValueError(
-            f"{folder} has no adapter_config.json that can be read ({type(error).__name__}: {error})."
-        ) from error
-    try:
-        config: Any = cls.from_pretrained(os.fspath(folder))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        if issubclass(cls, DeltaConfig):
-            raise  # it says so itself
+        if isinstance(error, ValueError) and folder in str(error):
+            raise
         raise ValueError(f"The {CONFIG_NAME} in {folder} cannot be used: {error}") from error
     if not isinstance(config, DeltaConfig):
         return config, lambda name: name

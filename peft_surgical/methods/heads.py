@@ -119,8 +119,7 @@ def resize_heads(model: nn.Module, adapter_name: str, num_labels: int, num_label
             for parameter in new.parameters():
                 parameter.requires_grad_(old.weight.requires_grad)
             if name:
-                parent, _, child = name.rpartition(".")
-                setattr(head.get_submodule(parent), child, new)
+                head.set_submodule(name, new)
             else:
                 wrapper.modules_to_save[adapter_name] = new
             resized = True

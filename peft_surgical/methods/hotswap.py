@@ -22,7 +22,7 @@ from torch import nn
 from peft_surgical.compat import get_submodules, insert_adapter_name
 from peft_surgical.copies.module import TunedModule
 from peft_surgical.copies.select import innermost_tuned
-from peft_surgical.layer_specs import LayerSpec
+from peft_surgical.layers import LayerSpec
 from peft_surgical.methods.combine import united_config
 from peft_surgical.methods.saving import decode_state, live_tensors
 from peft_surgical.methods.tuner import DeltaTuner
@@ -69,7 +69,9 @@ def prepare_model_for_hotswap(
                 f"layers={layers!r} says nothing about strata. Name the saved adapters that are to be swapped in: "
                 "adapters=[...]."
             )
-        configs["layers"] = _with_layers(configs[adapter_name], layers)
+        wider = configs["layers"] = copy.copy(configs[adapter_name])
+        wider.layers, wider.base = layers, None
+        vars(wider).pop("_source", None)
     for path in adapters:
         configs[str(path)] = PeftConfig.from_pretrained(str(path))
     with tuner._gathering():
@@ -105,19 +107,14 @@ def swap_in(model: nn.Module, state: Mapping[str, torch.Tensor], adapter_name: s
         copies = {name: tensor for name, tensor in state.items() if name not in lora}
         pairs = list(_pairs(tuner, adapter_name, copies))
         _check_pairs(pairs, copies, adapter_name)
-    _swap_lora(model, lora, adapter_name, config)
+    if isinstance(config, LoraConfig):  # PEFT swaps its matrices and scalings; where there are none they become zero
+        named = insert_adapter_name(lora, adapter_name, "lora_")
+        inspect.unwrap(hotswap.hotswap_adapter_from_state_dict)(model, named, adapter_name, config)
     with torch.no_grad():
         for _, target, value in pairs:
             target.copy_(value)
     own.labels, own.ranking_record = config.labels, config.ranking_record
     tuner._sync_labels()
-
-
-def _swap_lora(model: nn.Module, state: Mapping[str, torch.Tensor], adapter_name: str, config: Any) -> None:
-    """Let PEFT swap LoRA's matrices and scalings; those of modules that are not in the state become zero."""
-    if isinstance(config, LoraConfig):
-        named = insert_adapter_name(dict(state), adapter_name, "lora_")
-        inspect.unwrap(hotswap.hotswap_adapter_from_state_dict)(model, named, adapter_name, config)
 
 
 Pair = tuple[str, torch.Tensor, torch.Tensor]
@@ -172,13 +169,6 @@ def _has_room(target: nn.Module, path: str, adapter_name: str, united: Any) -> b
     has_lora = isinstance(target, LoraLayer) and adapter_name in target.r
     wanted = united.resolution.copies.get(path, ())
     return set(wanted) <= set(names) and (has_lora or path not in united.resolution.lora)
-
-
-def _with_layers(config: Any, layers: LayerSpec) -> Any:
-    wider = copy.copy(config)
-    wider.layers, wider.base = layers, None
-    vars(wider).pop("_source", None)
-    return wider
 
 
 def _peft_model(model: nn.Module) -> nn.Module:

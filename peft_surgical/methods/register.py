@@ -9,106 +9,102 @@ from typing import Any
 
 import torch
 from peft import PeftConfig, peft_model
-from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
+from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING
 from peft.tuners.tuners_utils import BaseTuner
 from peft.utils import CONFIG_NAME, hotswap, register_peft_method
-from peft.utils.peft_types import PeftType
-from torch import nn
 
 from peft_surgical.compat import add_peft_type
 from peft_surgical.files.adapter import weights_file
 from peft_surgical.files.check import StateOfFile, checked
 from peft_surgical.files.safetensors_io import TensorFile
 from peft_surgical.methods.config import MOST_BYTES, DeltaConfig, sources
+from peft_surgical.methods.hotswap import swap_in
 
 
-SwapIn = Callable[[nn.Module, Mapping[str, torch.Tensor], str, PeftConfig], None]
+_tuners: dict[str, type[BaseTuner]] = {}  # of the methods of this package
 
 
-def register_method(name: str, config_cls: type[PeftConfig], model_cls: type[BaseTuner], prefix: str) -> None:
-    """Register one method with PEFT, as `get_peft_model` and `PeftModel.from_pretrained` need it.
+def register_method(
+    name: str, config_cls: type[PeftConfig], model_cls: type[BaseTuner], keys: Sequence[str] = ()
+) -> None:
+    """Register one method with PEFT, and put functions around those of PEFT that read and swap adapters.
 
-    Registering the same method again, as on a reload, replaces its classes and changes nothing else.
+    Registering the same method again, as on a reload, replaces its classes and these functions and changes nothing
+    else. `keys` are options in which two configs must agree for a hot swap, as PEFT checks them.
     """
-    name_damaged_configs()
-    read_by_own_class()
     peft_type = add_peft_type(name)
     if peft_type in PEFT_TYPE_TO_CONFIG_MAPPING:
-        from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
-
         PEFT_TYPE_TO_CONFIG_MAPPING[peft_type] = config_cls
         PEFT_TYPE_TO_TUNER_MAPPING[peft_type] = model_cls
-        return
-    register_peft_method(name=name.lower(), config_cls=config_cls, model_cls=model_cls, prefix=prefix)
+    else:
+        prefix = model_cls.prefix
+        register_peft_method(name=name.lower(), config_cls=config_cls, model_cls=model_cls, prefix=prefix)
+    _tuners[peft_type] = model_cls
+    hotswap.CONFIG_KEYS_TO_CHECK[peft_type] = list(keys)
+    _put_around(PeftConfig, "_get_peft_type", _name_damaged_configs)
+    _put_around(PeftConfig, "from_pretrained", _read_by_own_class)
+    _put_around(peft_model, "load_peft_weights", _load_checked)
+    hotswap.load_peft_weights = peft_model.load_peft_weights
+    _put_around(hotswap, "hotswap_adapter_from_state_dict", _swap_by_method)
 
 
-def name_damaged_configs() -> None:
-    """Let an `adapter_config.json` that cannot be read be a `ValueError` that names it, also where PEFT reads it."""
-    original: Any = PeftConfig._get_peft_type.__func__  # type: ignore[attr-defined]
-    if hasattr(original, "names_files"):
-        return
+def _put_around(owner: Any, name: str, function: Callable[..., Any]) -> None:
+    """Put a function, which gets PEFT's own first, around PEFT's own, in the place of an earlier one."""
+    present = getattr(owner, name)
+    present = getattr(present, "__func__", present)
+    of_peft = getattr(present, "of_peft", present)
 
-    @functools.wraps(original)
-    def named(cls: Any, model_id: Any, **kwargs: Any) -> Any:
-        path = os.path.join(model_id, kwargs.get("subfolder") or "", CONFIG_NAME)
-        try:
-            if os.path.isfile(path) and os.path.getsize(path) > MOST_BYTES:
-                raise ValueError(f"it has more than {MOST_BYTES:,} bytes")
-            kind = original(cls, model_id, **kwargs)
-            if kind not in PEFT_TYPE_TO_CONFIG_MAPPING:
-                raise ValueError(f"peft_type={kind!r} is no method that PEFT knows")
-        except (ValueError, TypeError, LookupError, RecursionError) as error:
-            if not os.path.isfile(path):
-                raise
-            raise ValueError(f"{path} cannot be read ({type(error).__name__}: {error}).") from error
-        return kind
+    @functools.wraps(of_peft)
+    def around(*args: Any, **kwargs: Any) -> Any:
+        return function(of_peft, *args, **kwargs)
 
-    named.names_files = True  # type: ignore[attr-defined]
-    PeftConfig._get_peft_type = classmethod(named)  # type: ignore[method-assign, assignment]
+    around.of_peft = of_peft  # type: ignore[attr-defined]
+    setattr(owner, name, classmethod(around) if isinstance(owner, type) else around)
 
 
-def read_by_own_class() -> None:
-    """Let `PeftConfig.from_pretrained` give a config of this package that knows its folder, as its own class does."""
-    original: Any = PeftConfig.from_pretrained.__func__  # type: ignore[attr-defined]
-    if hasattr(original, "knows_its_folder"):
-        return
+def _name_damaged_configs(of_peft: Callable[..., str], cls: Any, model_id: Any, **kwargs: Any) -> str:
+    """An `adapter_config.json` that cannot be read is a `ValueError` that names it, also where PEFT reads it."""
+    path = os.path.join(model_id, kwargs.get("subfolder") or "", CONFIG_NAME)
+    try:
+        if os.path.isfile(path) and os.path.getsize(path) > MOST_BYTES:
+            raise ValueError(f"it has more than {MOST_BYTES:,} bytes")
+        kind = of_peft(cls, model_id, **kwargs)
+        if kind not in PEFT_TYPE_TO_CONFIG_MAPPING:
+            raise ValueError(f"peft_type={kind!r} is no method that PEFT knows")
+    except (ValueError, TypeError, LookupError, RecursionError) as error:
+        if not os.path.isfile(path):
+            raise
+        raise ValueError(f"{path} cannot be read ({type(error).__name__}: {error}).") from error
+    return kind
 
-    @functools.wraps(original)
-    def reread(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        config = original(cls, *args, **kwargs)
-        if cls is PeftConfig and isinstance(config, DeltaConfig):
-            return type(config).from_pretrained(*args, **kwargs)
-        return config
 
-    reread.knows_its_folder = True  # type: ignore[attr-defined]
-    PeftConfig.from_pretrained = classmethod(reread)  # type: ignore[method-assign, assignment]
+def _read_by_own_class(of_peft: Callable[..., PeftConfig], cls: Any, *args: Any, **kwargs: Any) -> PeftConfig:
+    """`PeftConfig.from_pretrained` gives a config of this package that knows its folder, as its own class does."""
+    config = of_peft(cls, *args, **kwargs)
+    if cls is PeftConfig and isinstance(config, DeltaConfig):
+        return type(config).from_pretrained(*args, **kwargs)
+    return config
 
 
-def load_on_cpu() -> None:
-    """Let PEFT load the tensors that were checked, from the CPU, from where each goes to its module's device.
+def _load_checked(
+    of_peft: Callable[..., dict[str, torch.Tensor]], model_id: Any, device: Any = None, *args: Any, **kwargs: Any
+) -> dict[str, torch.Tensor]:
+    """The tensors that were checked, on the CPU, from where each goes to its module's device.
 
     PEFT itself reads them to the first accelerator that it finds, in every process and wherever the model is. Adapters
     of other methods are read as before: those of this package are told by where their configs were read from, or by
     the header of their file, which goes along with what is read with a config that a user made.
     """
-    original: Any = peft_model.load_peft_weights
-    if not hasattr(original, "sources"):
-
-        @functools.wraps(original)
-        def by_source(model_id: Any, device: Any = None, *args: Any, **kwargs: Any) -> Any:
-            is_own = os.fspath(model_id) in by_source.sources  # type: ignore[attr-defined]
-            if is_own and (state := checked.take(model_id, kwargs.get("subfolder"))) is not None:
-                return state
-            file = _open_own(model_id, kwargs, is_own)
-            if file is None or kwargs.get("key_mapping"):
-                state = original(model_id, "cpu" if is_own or file else device, *args, **kwargs)
-                file = file or _open_own(model_id, kwargs, is_own)  # it was on the hub
-            else:
-                state = dict(file)
-            return state if file is None or file.header is None else StateOfFile(state, file.header)
-
-        peft_model.load_peft_weights = hotswap.load_peft_weights = by_source
-    peft_model.load_peft_weights.sources = sources  # type: ignore[attr-defined]
+    is_own = os.fspath(model_id) in sources
+    if is_own and (state := checked.take(model_id, kwargs.get("subfolder"))) is not None:
+        return state
+    file = _open_own(model_id, kwargs, is_own)
+    if file is None or kwargs.get("key_mapping"):
+        state = of_peft(model_id, "cpu" if is_own or file else device, *args, **kwargs)
+        file = file or _open_own(model_id, kwargs, is_own)  # it was on the hub
+    else:
+        state = dict(file)
+    return state if file is None or file.header is None else StateOfFile(state, file.header)
 
 
 def _open_own(model_id: Any, options: Mapping[str, Any], is_own: bool) -> TensorFile | None:
@@ -126,28 +122,18 @@ def _open_own(model_id: Any, options: Mapping[str, Any], is_own: bool) -> Tensor
     return file if is_own or file.header is not None else None
 
 
-def register_hotswap(name: str, swap_in: SwapIn, model_cls: type[BaseTuner], keys: Sequence[str] = ()) -> None:
-    """Let PEFT's `hotswap_adapter` use another function for one method.
-
-    PEFT's own function loads the saved adapter and hands it to `hotswap_adapter_from_state_dict`, which is replaced,
-    once, by one that looks the method up first. `keys` are options in which the two configs must agree.
-    """
-
-    def without_adapter_name(
-        model: Any, state_dict: Any, adapter_name: str, config: Any, *args: Any, **kwargs: Any
-    ) -> None:
-        names = {key: model_cls._remove_adapter_name_from_key(key, adapter_name) for key in state_dict}
-        swap_in(model, {names[key]: tensor for key, tensor in state_dict.items()}, adapter_name, config)
-
-    hotswap.CONFIG_KEYS_TO_CHECK[PeftType[name]] = list(keys)
-    original: Any = hotswap.hotswap_adapter_from_state_dict
-    if not hasattr(original, "swaps"):
-
-        @functools.wraps(original)
-        def by_method(model: Any, state_dict: Any, adapter_name: str, config: Any, *args: Any, **kwargs: Any) -> Any:
-            swap = by_method.swaps.get(config.peft_type, original)  # type: ignore[attr-defined]
-            return swap(model, state_dict, adapter_name, config, *args, **kwargs)
-
-        by_method.swaps = {}  # type: ignore[attr-defined]
-        hotswap.hotswap_adapter_from_state_dict = by_method
-    hotswap.hotswap_adapter_from_state_dict.swaps[PeftType[name]] = without_adapter_name  # type: ignore[attr-defined]
+def _swap_by_method(
+    of_peft: Callable[..., None],
+    model: Any,
+    state_dict: Any,
+    adapter_name: str,
+    config: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> None:
+    """PEFT's `hotswap_adapter`, which has loaded an adapter, goes on with `swap_in` for methods of this package."""
+    if (tuner_cls := _tuners.get(config.peft_type)) is None:
+        of_peft(model, state_dict, adapter_name, config, *args, **kwargs)
+        return
+    names = {key: tuner_cls._remove_adapter_name_from_key(key, adapter_name) for key in state_dict}
+    swap_in(model, {names[key]: tensor for key, tensor in state_dict.items()}, adapter_name, config)

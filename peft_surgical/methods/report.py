@@ -20,24 +20,14 @@ from peft_surgical.names import base_path
 
 @dataclass(frozen=True)
 class ReportRow:
-    """One layer, or everything outside the layers.
+    """One layer, or a module outside the layers."""
 
-    Args:
-        stack: Name of the stack, or the name of the module outside the stacks.
-        index: The layer's index; None outside the stacks.
-        tensors: Names of the trained tensors inside the layer (or module), as in the base model; those of LoRA end in
-            `lora_A.weight` and the like.
-        frozen: Names of the layer's other tensors: those that are neither trained nor adapted by LoRA.
-        parameters: How many numbers are trained.
-        bytes: What they take in memory, in bytes.
-    """
-
-    stack: str
-    index: int | None
-    tensors: tuple[str, ...]
-    frozen: tuple[str, ...]
-    parameters: int
-    bytes: int
+    stack: str  # or the name of the module outside the stacks
+    index: int | None  # None outside the stacks
+    tensors: tuple[str, ...]  # names of the trained ones inside, as in the base; LoRA's end in `lora_A.weight` ...
+    frozen: tuple[str, ...]  # names of a layer's others: those neither trained nor adapted by LoRA
+    parameters: int  # how many numbers are trained
+    bytes: int  # what they take in memory
 
 
 @dataclass(frozen=True)
@@ -74,9 +64,8 @@ class TuningReport:
         lines = [f"{'layer':<24}{'parameters':>14}{'MB':>10}  trained tensors"]
         for row in self.rows:
             name = row.stack if row.index is None else f"{row.stack} {row.index}"
-            tensors = ", ".join(row.tensors[:4]) + (
-                f", ... ({len(row.tensors)} in all)" if len(row.tensors) > 4 else ""
-            )
+            rest = f", ... ({len(row.tensors)} in all)" if len(row.tensors) > 4 else ""
+            tensors = ", ".join(row.tensors[:4]) + rest
             lines.append(f"{name:<24}{row.parameters:>14,}{row.bytes / 1e6:>10.2f}  {tensors}")
         lines.append(f"{'total':<24}{self.parameters:>14,}{self.bytes / 1e6:>10.2f}")
         for stack, depth in self.depths.items():
@@ -93,38 +82,29 @@ class TuningReport:
 def tuning_report(model: nn.Module) -> TuningReport:
     """List what is trained in a model with adapters: a row per layer, then one per module outside the layers."""
     stacks = find_stacks(model)
-    layers: dict[tuple[str, int | None], Layer] = {
-        (layer.stack, layer.index): layer for stack in stacks.values() for layer in stack.layers
-    }
-    places = {f"{layer.path}.": (stack.name, layer.index) for stack in stacks.values() for layer in stack.layers}
+    layers = {f"{layer.path}.": layer for stack in stacks.values() for layer in stack.layers}
     containers = {
         name: isinstance(module, TunedModule)
         for module in model.modules()
         if isinstance(module, BaseTunerLayer)
         for name in module.adapter_layer_names
     }
-    found: dict[tuple[str, int | None], list[tuple[str, nn.Parameter]]] = {}
+    found: dict[str, list[tuple[str, nn.Parameter]]] = {path: [] for path in layers}  # in their order, others after
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            path = next((path for path in places if name.startswith(path)), None)
-            place = places[path] if path else (name.partition(".")[0], None)
-            inside = name[len(path) :] if path else name.partition(".")[2]
-            found.setdefault(place, []).append((_readable(inside, containers), parameter))
-    order = {name: i for i, name in enumerate(stacks)}
-    keys = sorted(found, key=lambda key: (order.get(key[0], len(order)), -1 if key[1] is None else key[1]))
-    rows = tuple(
-        ReportRow(
-            stack,
-            index,
-            tuple(dict.fromkeys(name for name, _ in found[stack, index])),
-            _frozen(layers.get((stack, index)), [name for name, _ in found[stack, index]]),
-            sum(p.numel() for _, p in found[stack, index]),
-            sum(p.numel() * p.element_size() for _, p in found[stack, index]),
-        )
-        for stack, index in keys
-    )
+            path = next((path for path in layers if name.startswith(path)), f"{name.partition('.')[0]}.")
+            found.setdefault(path, []).append((_readable(name.removeprefix(path), containers), parameter))
+    rows = []
+    for path, trained in found.items():
+        if trained:
+            layer = layers.get(path)
+            stack, index = (layer.stack, layer.index) if layer else (path[:-1], None)
+            names = tuple(dict.fromkeys(name for name, _ in trained))
+            parameters = sum(p.numel() for _, p in trained)
+            nbytes = sum(p.numel() * p.element_size() for _, p in trained)
+            rows.append(ReportRow(stack, index, names, _frozen(layer, names), parameters, nbytes))
     below = [name for name, stack in stacks.items() if is_anything_trained_before(stack.layers[0].module, model)]
-    return TuningReport(rows, {name: len(stack) for name, stack in stacks.items()}, frozenset(below))
+    return TuningReport(tuple(rows), {name: len(stack) for name, stack in stacks.items()}, frozenset(below))
 
 
 def _frozen(layer: Layer | None, trained: Sequence[str]) -> tuple[str, ...]:
@@ -177,13 +157,12 @@ class GradientWatch:
         self._waiting: dict[str, RemovableHandle] = {}
         self._reached: set[str] = set()
         self._count = 0
-        if not (
-            torch.distributed.is_available() and torch.distributed.is_initialized()
-        ):  # engines put other tensors in the parameters' places
-            for name, parameter in parameters:
-                if parameter.requires_grad:
-                    note = functools.partial(self._note, name)
-                    self._waiting[name] = parameter.register_post_accumulate_grad_hook(note)
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            return  # engines put other tensors in the parameters' places
+        for name, parameter in parameters:
+            if parameter.requires_grad:
+                note = functools.partial(self._note, name)
+                self._waiting[name] = parameter.register_post_accumulate_grad_hook(note)
 
     def _note(self, name: str, parameter: torch.Tensor) -> None:
         self._reached.add(name)
@@ -207,9 +186,6 @@ class GradientWatch:
                     stacklevel=2,
                 )
             self._waiting = {}
-
-    def __deepcopy__(self, memo: dict) -> GradientWatch:
-        return GradientWatch()
 
     def __reduce__(self) -> tuple:
         return GradientWatch, ()

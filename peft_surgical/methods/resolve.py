@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 import re
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,8 +16,8 @@ from transformers.pytorch_utils import Conv1D
 
 from peft_surgical.compat import ExcludedModule, include_all_linear_layers, parse_pattern
 from peft_surgical.copies.quantised import is_quantised
-from peft_surgical.copies.select import base_modules, bottom, innermost_tuned, token_embeddings
-from peft_surgical.layers import find_stacks
+from peft_surgical.copies.select import base_modules, bottom, innermost_tuned, matches_any, token_embeddings
+from peft_surgical.layers import Layer, find_stacks
 from peft_surgical.names import RESERVED, CopyName, base_path, without_wrappers
 
 
@@ -57,8 +58,10 @@ class Matching:
         return cls(config.target_modules or [], config.exclude_modules, config.modules_to_save)
 
 
-def is_excluded(path: str, config: Any) -> bool:
-    """Whether a config excludes a module, or one that it is in."""
+def is_left_out(path: str, config: Any) -> bool:
+    """Whether a config excludes a module, or one that it is in, or has it in `modules_to_save`."""
+    if matches_any(path, config.modules_to_save):
+        return True
     matching = Matching([], config.exclude_modules, None)
     parts = path.split(".")
     return any(
@@ -128,6 +131,37 @@ def shared_once(resolution: Resolution, model: nn.Module) -> Resolution:
     )
 
 
+# ---- layers as a config stores them
+
+
+def plain_spec(layers: Any) -> Any:
+    """What a user wrote for layers, with ranges, arrays and the like as lists of plain integers.
+
+    Example:
+
+        >>> plain_spec({"decoder": range(2), "encoder": "last:3"})
+        {'decoder': [0, 1], 'encoder': 'last:3'}
+    """
+    if isinstance(layers, Mapping):
+        return {stack: plain_spec(spec) for stack, spec in layers.items()}
+    if isinstance(layers, (str, bytes)) or not isinstance(layers, Iterable):
+        return layers
+    return [operator.index(i) if hasattr(i, "__index__") and not isinstance(i, bool) else i for i in layers]
+
+
+def plain_layers(layers: Sequence[Layer], model: nn.Module) -> list[int] | dict[str, list[int]]:
+    """Layers as plain integers, the form that is stored in a config: a list if the model has one stack only."""
+    by_stack: dict[str, list[int]] = {}
+    for layer in layers:
+        by_stack.setdefault(layer.stack, []).append(layer.index)
+    if len(by_stack) == 1 and list(by_stack) == list(find_stacks(model)):
+        return next(iter(by_stack.values()))
+    return by_stack
+
+
+# ---- what may be tuned, and what adapters may be called
+
+
 def untrained_parameters(model: nn.Module) -> frozenset[str]:
     """The parameters that a base leaves frozen in layers whose others it trains, e.g. corrections of a router.
 
@@ -145,6 +179,15 @@ def untrained_parameters(model: nn.Module) -> frozenset[str]:
             if any(own.values()):
                 found |= {without_wrappers(name) for name, is_trained in own.items() if not is_trained}
     return frozenset(found)
+
+
+def check_has_values(name: str, tensor: torch.Tensor) -> None:
+    """Refuse a tensor that cannot be trained, before the model is changed."""
+    if tensor.device.type == "meta":
+        raise ValueError(
+            f"{name} has no values: it is on the meta device or offloaded, and training it would change nothing. Load "
+            "the model without device_map offloading, or choose other layers."
+        )
 
 
 def check_adapter_name(name: str, model: nn.Module) -> None:
@@ -191,8 +234,8 @@ def check_patterns(patterns: Iterable[str]) -> None:
 def _ways(parsed: Any) -> int:
     """The ways in which a parsed pattern can match 100 characters, at most `MOST_WAYS` + 1."""
     ways = 1
-    for operator, argument in parsed:
-        kind = str(operator)
+    for code, argument in parsed:
+        kind = str(code)
         if kind.endswith("REPEAT"):
             least, most, inner = argument
             inside = _ways(inner)

@@ -16,11 +16,18 @@ from peft_surgical.copies.select import original_tensor, token_embeddings
 from peft_surgical.distributed import engine_of, rank, whole_weights
 from peft_surgical.files.adapter import decode_tensors, encode_tensor, is_encoded, touched_names
 from peft_surgical.files.base import base_tensors, check_base, with_vocabulary
-from peft_surgical.files.check import StateOfFile, check_file, check_gathered, check_tensors, read_state, sharded
+from peft_surgical.files.check import (
+    StateOfFile,
+    check_gathered,
+    check_tensors,
+    decoded_shapes,
+    read_state,
+    sharded,
+)
 from peft_surgical.files.safetensors_io import TensorFile
 from peft_surgical.layers import unwrap
 from peft_surgical.methods.heads import check_own, embedding_tensors, head_shapes
-from peft_surgical.methods.merging import take_out_unfilled
+from peft_surgical.methods.wrappers import take_out_unfilled
 from peft_surgical.names import PREFIX, as_attribute, as_in_file, without_engines, without_wrappers
 
 
@@ -73,12 +80,6 @@ def is_of_peft(name: str) -> bool:
     return ".modules_to_save." in name or ".token_adapter." in name
 
 
-def as_live(live: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """A loaded tensor with the dtype and on the device of the tensor that it is for."""
-    device = tensor.device if live.device.type == "meta" else live.device  # those follow their base afterwards
-    return tensor.to(device, live.dtype)
-
-
 class SavedState(BaseTuner):
     """What `DeltaTuner` does when PEFT saves an adapter's state or loads one."""
 
@@ -106,7 +107,9 @@ class SavedState(BaseTuner):
     def _hold_file(self, file: TensorFile, config: Any, model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
         """Check the file of an adapter, decode its tensors and keep them for PEFT, which loads them next."""
         expected, is_known = self._expected_tensors(config, model), self._is_known_tensor(config, model)
-        check_file(file, expected, base_tensors(model), is_known=is_known)
+        specs = {name: file.meta(name) for name in file}
+        shapes = decoded_shapes(specs, expected, base_tensors(model), str(file.path))
+        check_tensors(shapes, expected, source=str(file.path), is_known=is_known)
         copies = config.resolution.copy_names(self._container)
         bases = {name.in_file: tensors[name.in_base] for _, name in copies if name.in_base in tensors}
         state = read_state(file, bases)
@@ -197,12 +200,14 @@ class SavedState(BaseTuner):
         config.forget_saved_names()
         config._is_unfilled = False
         # PEFT may assign what it loads, which would bring the file's dtype and device into the model
-        loaded = {name: as_live(live[name], tensor) if name in live else tensor for name, tensor in remapped.items()}
+        for name in remapped.keys() & live.keys():
+            place = remapped[name] if live[name].is_meta else live[name]  # meta ones follow their base afterwards
+            remapped[name] = remapped[name].to(place.device, live[name].dtype)
         prefix = prefix_of_peft_model(live)
         if prefix_of_peft_model(name for name, _ in model.named_parameters()) == prefix:
-            return loaded
+            return remapped
         # FSDP1 puts its own prefix first, so PEFT takes the model for one without a prefix and cuts the file's
-        return {prefix + name: tensor for name, tensor in loaded.items()}
+        return {prefix + name: tensor for name, tensor in remapped.items()}
 
 
 def encode_state(

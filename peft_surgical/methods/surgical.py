@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,12 +18,18 @@ from peft_surgical.compat import add_peft_type
 from peft_surgical.copies.module import TunedModule
 from peft_surgical.copies.quantised import DequantisedModule, can_be_dequantised, is_quantised
 from peft_surgical.copies.select import bottom, innermost_tuned, matches_any, own_tensor_names, tunable_modules
-from peft_surgical.layer_specs import plain_spec
-from peft_surgical.layers import Layer, plain_layers, resolve_layers, unwrap
+from peft_surgical.layers import Layer, resolve_layers, unwrap
 from peft_surgical.methods.config import DeltaConfig
-from peft_surgical.methods.hotswap import swap_in
-from peft_surgical.methods.register import load_on_cpu, register_hotswap, register_method
-from peft_surgical.methods.resolve import Matching, Resolution, expand_all_linear, is_excluded
+from peft_surgical.methods.register import register_method
+from peft_surgical.methods.resolve import (
+    Matching,
+    Resolution,
+    check_has_values,
+    expand_all_linear,
+    is_left_out,
+    plain_layers,
+    plain_spec,
+)
 from peft_surgical.methods.tuner import DeltaTuner
 from peft_surgical.names import OWN_TENSORS
 from peft_surgical.ranking.ranking import as_ranking
@@ -67,23 +73,17 @@ class SurgicalConfig(DeltaConfig):
         [4, 5]
     """
 
-    layers: Any = field(default=None, metadata={"help": "The layers to tune, e.g. [3, -1], 'last:3', 'last:25%'."})
-    ranking: Any = field(default=None, metadata={"help": "A LayerRanking, or the path or contents of a saved one."})
-    top_k: int | None = field(default=None, metadata={"help": "How many of the ranking's layers to tune."})
-    target_modules: list[str] | set[str] | str | None = field(
-        default=None, metadata={"help": "Narrows the choice to these modules inside the layers."}
-    )
-    exclude_modules: list[str] | set[str] | str | None = field(
-        default=None, metadata={"help": "Modules to leave frozen."}
-    )
-    extra_modules: list[str] | None = field(default=None, metadata={"help": "Modules outside the layers, by path."})
-    modules_to_save: list[str] | None = field(default=None, metadata={"help": "Further modules to train in full."})
-    trainable_token_indices: list[int] | dict[str, list[int]] | None = field(
-        default=None, metadata={"help": "Tokens whose embeddings are trained."}
-    )
-    dequantize: bool = field(default=False, metadata={"help": "Whether quantised modules get plain copies."})
-    init_weights: bool = field(default=True, metadata={"help": "False starts off the base's values, for tests."})
-    ranking_record: dict | None = field(default=None, metadata={"help": "How the layers were chosen."})
+    layers: Any = None
+    ranking: Any = None
+    top_k: int | None = None
+    target_modules: list[str] | set[str] | str | None = None
+    exclude_modules: list[str] | set[str] | str | None = None
+    extra_modules: list[str] | None = None
+    modules_to_save: list[str] | None = None
+    trainable_token_indices: list[int] | dict[str, list[int]] | None = None
+    dequantize: bool = False
+    init_weights: bool = True
+    ranking_record: dict | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -132,9 +132,8 @@ def resolve_surgical(config: SurgicalConfig, model: nn.Module) -> Resolution:
                 if name != OWN_TENSORS:
                     inside.update(tunable_modules(f"{root}.{name}", child))
         for path, names in inside.items():
-            if matches_any(path, config.modules_to_save) or is_excluded(path, config):
-                continue
-            chosen[path] = names
+            if not is_left_out(path, config):
+                chosen[path] = names
     if layers and not chosen:
         raise ValueError(
             f"No module of the layers {config.layers} is left to tune: target_modules={config.target_modules!r}, "
@@ -142,7 +141,14 @@ def resolve_surgical(config: SurgicalConfig, model: nn.Module) -> Resolution:
             f"these layers: {', '.join(_names_inside(layers))}."
         )
     for path in config.extra_modules or []:
-        for inner_path, names in tunable_modules(path, _module_at(path, model)):
+        try:
+            module = model.get_submodule(path)
+        except AttributeError:
+            raise ValueError(
+                f"extra_modules: {type(model).__name__} has no module {path!r}. Give whole paths, as in "
+                "named_modules()."
+            ) from None
+        for inner_path, names in tunable_modules(path, module):
             if not matches_any(inner_path, config.modules_to_save):
                 chosen.setdefault(inner_path, names)
     is_dry_run = all(parameter.is_meta for parameter in model.parameters())  # nothing is to be trained, only named
@@ -151,7 +157,7 @@ def resolve_surgical(config: SurgicalConfig, model: nn.Module) -> Resolution:
         if _is_quantised(module):
             chosen[path] = _check_dequantisable(path, bottom(module), config)
         elif not is_dry_run:
-            _check_has_values(path, bottom(module))
+            _check_trainable(path, bottom(module))
     return Resolution(chosen, frozenset(in_place & set(chosen)))
 
 
@@ -230,15 +236,6 @@ def _roots(config: SurgicalConfig, model: nn.Module, layers: list[Layer]) -> lis
     return roots
 
 
-def _module_at(path: str, model: nn.Module) -> nn.Module:
-    try:
-        return model.get_submodule(path)
-    except AttributeError:
-        raise ValueError(
-            f"extra_modules: {type(model).__name__} has no module {path!r}. Give whole paths, as in named_modules()."
-        ) from None
-
-
 def _is_base_module(path: str, model: nn.Module) -> bool:
     """Whether a path is the base model's own, not one inside the wrapper of an adapter."""
     above = path.split(".")[:-1]
@@ -258,14 +255,9 @@ def _is_quantised(module: nn.Module) -> bool:
     return isinstance(innermost_tuned(module), DequantisedModule) or is_quantised(bottom(module))
 
 
-def _check_has_values(path: str, module: nn.Module) -> None:
-    """Refuse tensors that cannot be trained, before the model is changed."""
+def _check_trainable(path: str, module: nn.Module) -> None:
     for name, parameter in module.named_parameters():
-        if parameter.device.type == "meta":
-            raise ValueError(
-                f"{path}.{name} has no values: it is on the meta device or offloaded, and training it would change "
-                "nothing. Load the model without device_map offloading, or choose other layers."
-            )
+        check_has_values(f"{path}.{name}", parameter)
     if inner := [child for child in module.modules() if is_quantised(child)]:
         raise _quantised(path, inner[0], "narrow the choice")
 
@@ -287,6 +279,4 @@ def _quantised(path: str, module: nn.Module, way_out: str) -> ValueError:
     )
 
 
-register_method("SURGICAL", SurgicalConfig, SurgicalModel, SurgicalModel.prefix)
-load_on_cpu()
-register_hotswap("SURGICAL", swap_in, SurgicalModel)
+register_method("SURGICAL", SurgicalConfig, SurgicalModel)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -31,11 +32,10 @@ from peft_surgical.methods.heads import (
     label_settings,
     resize_heads,
 )
-from peft_surgical.methods.merging import delete_adapter, unload, whole_or_not_at_all
-from peft_surgical.methods.mixed_batch import adapter_names_in_forward
 from peft_surgical.methods.report import TuningReport, tuning_report
 from peft_surgical.methods.resolve import Matching, Resolution, check_adapter_name, shared_once, untrained_parameters
 from peft_surgical.methods.saving import SavedState, live_tensors
+from peft_surgical.methods.wrappers import adapter_names_in_forward, delete_adapter, unload, whole_or_not_at_all
 from peft_surgical.names import OWN_TENSORS, without_wrappers
 
 
@@ -154,7 +154,8 @@ class DeltaTuner(SavedState, BaseTuner):
         frozen, present = self._frozen_on_purpose, {id(module) for module in model.modules()}
         given: Any = self.peft_config[adapter_name]
         if not given.inference_mode:  # what is loaded is resolved already, and PEFT expects that very config
-            self.peft_config[adapter_name] = given.for_one_model()
+            own = self.peft_config[adapter_name] = copy.copy(given)  # what a user holds may serve another model too
+            own.resolution = None
         self._copied = {}
         if "_untrained" not in self.__dict__:
             self._untrained = untrained_parameters(model)

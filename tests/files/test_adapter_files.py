@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import signal
@@ -141,8 +142,8 @@ def test_rows_that_were_added_to_the_vocabulary_have_values_of_chance(method, tm
     base.resize_token_embeddings(VOCABULARY + 5, mean_resizing=False)
     from peft import get_peft_model
 
-    config = make(method, "bert", [1, 2]).peft_config["default"].for_one_model()
-    config.record = None
+    config = copy.copy(make(method, "bert", [1, 2]).peft_config["default"])
+    config.resolution = config.record = None
     model = get_peft_model(base, config)
     model.save_pretrained(tmp_path, save_embedding_layers=False)
     again = build("bert")

@@ -8,16 +8,16 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from peft import LoraConfig
 
 from peft_surgical.compat import add_peft_type
-from peft_surgical.layer_specs import plain_spec
 from peft_surgical.methods.config import DeltaConfig
+from peft_surgical.methods.resolve import plain_spec
 from peft_surgical.methods.stratified.attention_names import VARIANTS
-from peft_surgical.methods.stratified.strata_form import BIASES, check_depth_marks, check_form
+from peft_surgical.methods.stratified.strata import BIASES, check_depth_marks, check_form
 from peft_surgical.ranking.ranking import as_ranking
 
 
@@ -70,17 +70,15 @@ class StratifiedConfig(DeltaConfig, LoraConfig):
         [2, 3, 4] lora
     """
 
-    n1: int | float | None = field(default=None, metadata={"help": "Last layer of group 1, or fraction of the depth."})
-    n2: int | float | None = field(default=None, metadata={"help": "Last layer of group 2, or fraction of the depth."})
-    group_2: str = field(default="bitfit", metadata={"help": "What group 2 tunes: 'bitfit' or 'norm'."})
-    strata: Any = field(default=None, metadata={"help": "The strata: a list of dicts, or such lists by stack."})
-    variant: str | None = field(default=None, metadata={"help": "'I': LoRA on query, key, value; 'II': output too."})
-    bias_beside_lora: str = field(
-        default="other", metadata={"help": "Bias terms trained beside LoRA: other/all/none."}
-    )
-    add_bias: bool = field(default=False, metadata={"help": "Whether linear modules without a bias get one."})
-    init_weights: bool = field(default=True, metadata={"help": "False starts off the base's values, for tests."})
-    ranking_record: dict | None = field(default=None, metadata={"help": "How the layers were chosen."})
+    n1: int | float | None = None
+    n2: int | float | None = None
+    group_2: str = "bitfit"
+    strata: Any = None
+    variant: str | None = None
+    bias_beside_lora: str = "other"
+    add_bias: bool = False
+    init_weights: bool = True
+    ranking_record: dict | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -224,27 +222,21 @@ class StratifiedConfig(DeltaConfig, LoraConfig):
         """
         if not hasattr(ranking, "order"):
             ranking = as_ranking(ranking)
-        strata = strata_by_ranking(ranking, {"full": full, "lora": lora, "bitfit": bitfit, "norm": norm})
+        order = [int(layer) for layer in ranking.order]
+        counts = {"full": full, "lora": lora, "bitfit": bitfit, "norm": norm}  # in the order in which they are served
+        numbers = counts.values()
+        if any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in numbers) or not any(numbers):
+            raise ValueError(f"{counts} must be numbers of layers, 0 or more and not all 0.")
+        if sum(numbers) > len(order):
+            raise ValueError(f"{counts} asks for more layers than the {len(order)} that were ranked.")
+        strata, start = [], 0
+        for tune, count in [*counts.items(), ("frozen", len(order) - sum(numbers))]:
+            if count:
+                strata.append({"layers": sorted(order[start : start + count]), "tune": tune})
+            start += count
+        stack = getattr(ranking, "stack", None)
         options.setdefault("ranking_record", ranking.to_dict())
-        return cls(strata=strata, **options)
-
-
-def strata_by_ranking(ranking: Any, counts: Mapping[str, int]) -> list[dict] | dict[str, list[dict]]:
-    """Divide ranked layers into strata: the best for the first of `counts`, those left frozen."""
-    order = [int(layer) for layer in ranking.order]
-    if any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in counts.values()) or not any(
-        counts.values()
-    ):
-        raise ValueError(f"{dict(counts)} must be numbers of layers, 0 or more and not all 0.")
-    if sum(counts.values()) > len(order):
-        raise ValueError(f"{dict(counts)} asks for more layers than the {len(order)} that were ranked.")
-    strata, start = [], 0
-    for tune, count in [*counts.items(), ("frozen", len(order) - sum(counts.values()))]:
-        if count:
-            strata.append({"layers": sorted(order[start : start + count]), "tune": tune})
-        start += count
-    stack = getattr(ranking, "stack", None)
-    return {stack: strata} if stack else strata
+        return cls(strata={stack: strata} if stack else strata, **options)
 
 
 def _with_variant(variant: str, options: dict[str, Any]) -> dict[str, Any]:

@@ -23,12 +23,11 @@ from transformers.pytorch_utils import Conv1D
 
 from peft_surgical.compat import ExcludedModule
 from peft_surgical.copies.module import TunedModule
-from peft_surgical.copies.select import base_modules, bottom, matches_any, original_tensor
+from peft_surgical.copies.select import base_modules, bottom, original_tensor
 from peft_surgical.files.base import check_base
 from peft_surgical.methods.combine import LoraCombination, add_weighted_adapter
-from peft_surgical.methods.hotswap import swap_in
-from peft_surgical.methods.register import load_on_cpu, register_hotswap, register_method
-from peft_surgical.methods.resolve import Matching, Resolution, expand_all_linear, is_excluded
+from peft_surgical.methods.register import register_method
+from peft_surgical.methods.resolve import Matching, Resolution, expand_all_linear
 from peft_surgical.methods.stratified.config import StratifiedConfig
 from peft_surgical.methods.stratified.layers import RestoresBase, StratifiedInPlace, StratifiedModule, make_restoring
 from peft_surgical.methods.stratified.strata import plain_strata, resolve_strata, unite_strata
@@ -66,18 +65,19 @@ class StratifiedModel(DeltaTuner, LoraModel):  # type: ignore[misc]
             paths = (path for path, _ in base_modules("", model) if check_target_module_exists(config, path))
             return Resolution({}, lora=frozenset(paths))
 
-        def is_left_out(path: str) -> bool:
-            return matches_any(path, config.modules_to_save) or is_excluded(path, config)
-
         strata = resolve_strata(model, config)
-        choice = choose(strata, is_left_out)
+        choice = choose(strata, config)
         check_choice(choice, model, use_dora=config.use_dora)
         config.strata = plain_strata(strata, model)
         config.n1 = config.n2 = config.variant = None
         if not choice.lora and not choice.copies:
-            _check_head(config)
+            if not config.modules_to_save and not config.trainable_token_indices:
+                raise ValueError(
+                    f"strata={config.strata!r} leave all layers frozen, and nothing else is trained. Tune a stratum, "
+                    "name modules in modules_to_save, or give a task_type whose head is trained, e.g. 'SEQ_CLS'."
+                )
             config.target_modules = DUMMY_TARGET_MODULES  # PEFT's word for an adapter that adapts no module
-        return Resolution(choice.copies, frozenset(choice.owners), frozenset(choice.lora))
+        return choice
 
     def _touched_tensors(self, config: Any, model: nn.Module) -> dict[str, torch.Tensor]:
         touched = super()._touched_tensors(config, model)
@@ -269,15 +269,5 @@ class StratifiedModel(DeltaTuner, LoraModel):  # type: ignore[misc]
         return [module for module in self.model.modules() if isinstance(module, BaseTunerLayer)]
 
 
-def _check_head(config: Any) -> None:
-    """Refuse strata that are all frozen where nothing else is trained."""
-    if not config.modules_to_save and not config.trainable_token_indices:
-        raise ValueError(
-            f"strata={config.strata!r} leave all layers frozen, and nothing else is trained. Tune a stratum, name "
-            "modules in modules_to_save, or give a task_type whose head is trained, e.g. 'SEQ_CLS'."
-        )
-
-
-register_method("STRATIFIED", StratifiedConfig, StratifiedModel, StratifiedModel.prefix)
-load_on_cpu()
-register_hotswap("STRATIFIED", swap_in, StratifiedModel, ["use_rslora", "lora_dropout", "alpha_pattern", "use_dora"])
+_ALIKE_TO_SWAP = ("use_rslora", "lora_dropout", "alpha_pattern", "use_dora")
+register_method("STRATIFIED", StratifiedConfig, StratifiedModel, _ALIKE_TO_SWAP)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Sequence
+from typing import Any
 
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer, check_target_module_exists
@@ -13,7 +13,7 @@ from transformers.pytorch_utils import Conv1D
 
 from peft_surgical.copies.select import Owner, base_modules, bottom, original_tensor, owners
 from peft_surgical.layers import Layer
-from peft_surgical.methods.resolve import Matching
+from peft_surgical.methods.resolve import Matching, Resolution, check_has_values, is_left_out
 from peft_surgical.methods.stratified.attention_names import linear_names
 from peft_surgical.methods.stratified.strata import Stratum
 
@@ -26,12 +26,6 @@ _NOT_ADDED = ("position_bias", "e_score_correction_bias", "expert_bias")
 def bias_terms(owner: Owner) -> list[str]:
     """The bias terms that a module holds itself."""
     return [name for name in owner.names if _is_bias_term(owner.module, name)]
-
-
-def addable_bias(owner: Owner) -> list[str]:
-    """`["bias"]` if the module is linear and has none, so that one may be added to it."""
-    module = owner.module
-    return ["bias"] if isinstance(module, nn.Linear) and module._parameters.get("bias", module) is None else []
 
 
 def is_norm(module: nn.Module) -> bool:
@@ -48,44 +42,31 @@ def _is_bias_term(module: nn.Module, name: str) -> bool:
     return bool(_ADDED.fullmatch(name)) and not name.endswith(_NOT_ADDED)
 
 
-@dataclass
-class Choice:
-    """What strata mean on a model.
-
-    Args:
-        lora: The paths of the modules that get LoRA.
-        copies: The names of the tensors that get a copy per adapter, by the path of the module that owns them.
-        owners: The paths of those owners that have other modules in them, and so keep their place.
-    """
-
-    lora: set[str] = field(default_factory=set)
-    copies: dict[str, list[str]] = field(default_factory=dict)
-    owners: set[str] = field(default_factory=set)
-
-
-def choose(strata: Sequence[Stratum], is_left_out: Callable[[str], bool]) -> Choice:
+def choose(strata: Sequence[Stratum], config: Any) -> Resolution:
     """What strata mean on the model that their layers belong to."""
-    choice = Choice()
+    all_lora: set[str] = set()
+    copies: dict[str, list[str]] = {}
+    in_place: set[str] = set()
     for stratum in strata:
         for layer in stratum.modules:
-            lora = lora_paths(stratum, layer, is_left_out)
-            choice.lora.update(lora)
-            for path, (owner, names) in copied_tensors(stratum, layer, lora, is_left_out).items():
-                choice.copies[path] = names
+            lora = lora_paths(stratum, layer, config)
+            all_lora.update(lora)
+            for path, (owner, names) in copied_tensors(stratum, layer, lora, config).items():
+                copies[path] = names
                 if owner.has_parts or path == layer.path:
-                    choice.owners.add(path)
-    _check_targets(strata, choice.lora)
-    return choice
+                    in_place.add(path)
+    _check_targets(strata, all_lora)
+    return Resolution(copies, frozenset(in_place), frozenset(all_lora))
 
 
-def lora_paths(stratum: Stratum, layer: Layer, is_left_out: Callable[[str], bool]) -> list[str]:
+def lora_paths(stratum: Stratum, layer: Layer, config: Any) -> list[str]:
     """The paths of the modules of a layer that get LoRA."""
     if stratum.tune != "lora":
         return []
     found = [
         path
         for path, module in base_modules(layer.path, layer.module)
-        if _is_target(path, module, stratum) and not is_left_out(path)
+        if _is_target(path, module, stratum) and not is_left_out(path, config)
     ]
     if not found:
         raise ValueError(
@@ -96,13 +77,13 @@ def lora_paths(stratum: Stratum, layer: Layer, is_left_out: Callable[[str], bool
 
 
 def copied_tensors(
-    stratum: Stratum, layer: Layer, lora: Collection[str], is_left_out: Callable[[str], bool]
+    stratum: Stratum, layer: Layer, lora: Collection[str], config: Any
 ) -> dict[str, tuple[Owner, list[str]]]:
     """The modules of a layer of whose tensors each adapter gets a copy, by path, with the names of these tensors."""
     touched = [place for place in _sublayers(layer) if any(_is_inside(path, place) for path in lora)]
     found = {}
     for owner in owners(layer.path, layer.module):
-        if not is_left_out(owner.path) and (names := _chosen(stratum, owner, touched)):
+        if not is_left_out(owner.path, config) and (names := _chosen(stratum, owner, touched)):
             found[owner.path] = owner, names
     if not found and stratum.tune in ("bitfit", "norm", "full"):
         raise ValueError(_nothing_to_tune(stratum, layer))
@@ -118,7 +99,8 @@ def _chosen(stratum: Stratum, owner: Owner, touched: Collection[str]) -> list[st
         return []
     if stratum.tune == "lora" and stratum.bias == "other" and any(_is_inside(owner.path, t) for t in touched):
         return []
-    return bias_terms(owner) + (addable_bias(owner) if stratum.add_bias else [])
+    is_addable = isinstance(owner.module, nn.Linear) and owner.module._parameters.get("bias", owner) is None
+    return bias_terms(owner) + (["bias"] if stratum.add_bias and is_addable else [])
 
 
 def _sublayers(layer: Layer) -> list[str]:
@@ -165,7 +147,7 @@ def _nothing_to_tune(stratum: Stratum, layer: Layer) -> str:
     return f"Layer {layer.index} of the {stratum} has no {what} to tune. {hint}"
 
 
-def check_choice(choice: Choice, model: nn.Module, *, use_dora: bool = False) -> None:
+def check_choice(choice: Resolution, model: nn.Module, *, use_dora: bool = False) -> None:
     """Refuse what cannot be trained, before the model is changed."""
     is_dry_run = all(parameter.device.type == "meta" for parameter in model.parameters())
     for path in [*choice.lora, *choice.copies]:
@@ -192,11 +174,8 @@ def _check_targets(strata: Sequence[Stratum], lora: Collection[str]) -> None:
 
 
 def _check_tensor(name: str, tensor: torch.Tensor, is_dry_run: bool) -> None:
-    if tensor.device.type == "meta" and not is_dry_run:
-        raise ValueError(
-            f"{name} has no values: it is on the meta device or offloaded, and training it would change nothing. Load "
-            "the model without device_map offloading, or choose other layers."
-        )
+    if not is_dry_run:
+        check_has_values(name, tensor)
     if isinstance(tensor, nn.Parameter) and not (tensor.is_floating_point() or tensor.is_complex()):
         raise ValueError(
             f"{name} is quantised ({tensor.dtype}), and quantised weights cannot be trained in full. Use "
