@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import multiprocessing
 import os
 import re
 import types
@@ -574,7 +575,9 @@ def test_one_cell_is_one_command(place, tmp_path, monkeypatch):
     assert not (tmp_path / "runs/cola.jsonl").exists()
 
 
-def test_jobs_that_fail_are_not_begun_again(tmp_path):
+def test_jobs_that_fail_are_not_begun_again(tmp_path, monkeypatch):
+    fork = multiprocessing.get_context("fork")  # a new interpreter imports for ten seconds
+    monkeypatch.setattr(scheduler.multiprocessing, "get_context", lambda method: fork)
     place = jobs.Place("", tmp_path, tmp_path, tmp_path, "cpu")
     job = jobs.Job("train", "nothing of that name", 0, ("full",), (1.0,))
     with scheduler.Pool(place, 1) as pool:
