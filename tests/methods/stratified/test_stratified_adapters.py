@@ -189,6 +189,7 @@ def test_several_active_adapters_merge_to_what_they_give_unmerged(names):
     assert torch.equal(logits(model), expected)
 
 
+@pytest.mark.filterwarnings("ignore:The merged model has biases")
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("name", ADAPTERS)
 def test_merge_and_unload_gives_a_plain_model(family, name, tmp_path):
