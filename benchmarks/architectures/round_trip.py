@@ -34,6 +34,8 @@ from peft_surgical import StratifiedConfig, SurgicalConfig, find_stacks
 
 
 METHODS = ("SURGICAL", "STRATIFIED", "LORA")
+STEPS = ["config", "wrap", "train", "train, by hand", "save", "load", "second adapter", "switch"]
+STEPS += ["second adapter, save and load", "delete, unload", "merge", "merge, save", "merge, save, load"]
 TASK_TYPES = {
     "causal-lm": "CAUSAL_LM",
     "seq2seq": "SEQ_2_SEQ_LM",
@@ -201,15 +203,19 @@ def _strata(stack: Any, number: int) -> list[dict[str, Any]]:
     for start, end, tune in zip(starts, ends, tunes, strict=True):
         layers = [layer.module for layer in stack.layers[start : end + 1]]
         if tune == "bitfit" and not _has_biases(layers[0]):
-            tune = "norm" if _has(layers[0], "norm") else "full"
-        if tune == "lora" and not all(_has(layer, "linear") for layer in layers):
+            tune = "norm" if all(_has_norms(layer) for layer in layers) else "full"
+        if tune == "lora" and not all(_has_linear(layer) for layer in layers):
             tune = "full"
         strata.append({"layers": list(range(start, end + 1)), "tune": tune})
     return strata
 
 
-def _has(module: nn.Module, kind: str) -> bool:
-    return any(kind in type(inner).__name__.lower() for inner in module.modules())
+def _has_norms(module: nn.Module) -> bool:
+    return any("norm" in type(inner).__name__.lower() and inner._parameters for inner in module.modules())
+
+
+def _has_linear(module: nn.Module) -> bool:
+    return any(isinstance(inner, nn.Linear) for inner in module.modules())
 
 
 def _has_biases(module: nn.Module) -> bool:
@@ -294,7 +300,7 @@ def outcome(row: Mapping[str, Any], method: str) -> str:
     if result == "right":
         return "right"
     # what goes wrong at the same step or before with LoRA is the architecture's or PEFT's
-    if row["LORA"]["result"] != "right" and row["LORA"]["at"] == row[method]["at"]:
+    if row["LORA"]["result"] != "right" and STEPS.index(row["LORA"]["at"]) <= STEPS.index(row[method]["at"]):
         return "LoRA fails as well"
     return result
 
