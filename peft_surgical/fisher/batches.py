@@ -5,13 +5,10 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-
-from peft_surgical.layers import find_stacks
 
 
 LABELS = ("labels", "label", "label_ids", "start_positions", "end_positions", "next_sentence_label")
@@ -20,15 +17,10 @@ LABELS = ("labels", "label", "label_ids", "start_positions", "end_positions", "n
 
 @dataclass(frozen=True)
 class Batch:
-    """Some samples.
+    """Some samples."""
 
-    Args:
-        inputs: What the data holds, labels included; the first dimension of each tensor runs over the samples.
-        index: The number of each sample among those that were drawn.
-    """
-
-    inputs: dict[str, Any]
-    index: tuple[int, ...]
+    inputs: dict[str, Any]  # what the data holds, labels included; the first dimension of each tensor is the samples
+    index: tuple[int, ...]  # the number of each sample among those that were drawn
 
     def __len__(self) -> int:
         return len(self.index)
@@ -85,19 +77,7 @@ def model_inputs(model: nn.Module, batch: Batch, names: set[str] | None) -> dict
 
 
 class PadRight:
-    """Puts features in a batch; sequences are padded on the right to the longest.
-
-    Args:
-        model: Its config has the padding token.
-
-    Example:
-
-        >>> from transformers import BertConfig, BertModel
-        >>> config = BertConfig(num_hidden_layers=1, hidden_size=8, num_attention_heads=2, intermediate_size=8)
-        >>> pad = PadRight(BertModel(config))
-        >>> pad([{"input_ids": [5, 6], "label": 1}, {"input_ids": [7], "label": 0}])["attention_mask"].tolist()
-        [[1, 1], [1, 0]]
-    """
+    """Puts features in a batch; sequences are padded on the right to the longest."""
 
     def __init__(self, model: nn.Module):
         self.pad_token = getattr(getattr(model, "config", None), "pad_token_id", None) or 0
@@ -124,12 +104,7 @@ class PadRight:
 
 def padded_right(batch: Batch, names: set[str] | None) -> Batch:
     """The batch with all padding on the right, so that each sample begins where it does alone, and without the columns
-    that are padding in every sample.
-
-    Args:
-        batch: The batch.
-        names: The arguments that the model's forward takes.
-    """
+    that are padding in every sample. `names` are the arguments of the model's forward."""
     mask = batch.inputs.get("attention_mask")
     if not isinstance(mask, Tensor) or mask.dim() < 2 or mask.is_floating_point() or not mask.any():
         return batch
@@ -176,35 +151,6 @@ def token_lengths(batch: Batch) -> Tensor | None:
     lengths = mask.sum(1)
     padded_right = torch.arange(mask.shape[1], device=mask.device) < lengths[:, None]
     return lengths if bool((padded_right == mask.bool()).all()) else None
-
-
-class PaddingLengths:
-    """The lengths of samples, where a kernel can make use of them: on an accelerator.
-
-    Args:
-        model: The model.
-        device: Where it is.
-    """
-
-    def __init__(self, model: nn.Module, device: torch.device):
-        # a decoder has other lengths than the encoder, and an image has none
-        seq2seq = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
-        self.useful = device.type != "cpu" and not seq2seq
-        self.model, self.device = model, device
-
-    def find(self, batch: Batch) -> tuple[int, Tensor | None]:
-        """The tokens of each sample with padding, and without it, (N,)."""
-        lengths = token_lengths(batch) if self.useful else None
-        if lengths is None or not self._only_stack:
-            return 0, None
-        tokens = batch.inputs["attention_mask"].shape[1]
-        if bool((lengths == tokens).all()):
-            return tokens, None
-        return tokens, lengths.to(self.device, torch.int32)
-
-    @cached_property
-    def _only_stack(self) -> bool:
-        return len(find_stacks(self.model)) == 1
 
 
 def is_numeric(value: Any) -> bool:

@@ -15,31 +15,25 @@ from peft_surgical.compat import tree_flatten
 
 
 UNKNOWN = -1
+"""The dimension of an argument that is not always a tensor, like a mask that is left out where there is no padding."""
 
 
 @dataclass
 class CallLayout:
-    """Which dimension of the tensors of one call runs over samples; None: the tensor belongs to all of them.
+    """Which dimension of the tensors of one call runs over samples; None: the tensor belongs to all of them."""
 
-    Args:
-        inputs: For each flattened argument. `UNKNOWN` if it is not always a tensor, like a mask that is left out where
-            there is no padding.
-        outputs: For each floating-point tensor returned.
-        complete: Whether every output belongs to single samples, or could be expanded to (its first dimension is 1).
-    """
-
-    inputs: list[int | None]
-    outputs: list[int | None]
-    complete: bool = True
+    inputs: list[int | None]  # for each flattened argument
+    outputs: list[int | None]  # for each floating-point tensor returned
+    complete: bool = True  # every output belongs to single samples, or can be expanded to (its first dimension is 1)
 
 
 @dataclass
 class _Trace:
-    """What is kept of a tensor: its shape, and some of its values in the run on one sample."""
+    """What is kept of a tensor."""
 
     shape: torch.Size
     floating: bool
-    values: Tensor | None
+    values: Tensor | None  # some of them, in the run on one sample
 
 
 @dataclass
@@ -48,12 +42,9 @@ class Call:
 
     inputs: list[_Trace | None]
     outputs: list[_Trace | None]
-    single: bool
-    """Whether one tensor, and nothing else, was returned."""
-    layout: CallLayout | None = None
-    """How it tells samples apart, as far as it does."""
-    tensors: tuple[list[Any], Any, Tensor] | None = None
-    """The arguments, their structure and the output, where all of them are kept."""
+    single: bool  # one tensor, and nothing else, was returned
+    layout: CallLayout | None = None  # how it tells samples apart, as far as it does
+    tensors: tuple[list[Any], Any, Tensor] | None = None  # arguments, their structure, output, where they are kept
 
 
 Calls = dict[nn.Module, list[Call]]
@@ -69,17 +60,9 @@ def record_calls(
     whole: Collection[nn.Module],
     before: Calls | None = None,
 ) -> Calls:
-    """Run a model and note the calls of some of its modules.
-
-    Args:
-        modules: The modules.
-        run: Runs the model.
-        whole: Modules of whose first call all tensors are kept.
-        before: The calls of a run on one sample. In this run, on two, it is then noted how they are told apart.
-
-    Returns:
-        The calls of each module, in order.
-    """
+    """Run a model and note the calls of some of its modules, in order; of the first call of those in `whole` keep all
+    tensors. `before` are the calls of a run on one sample: in this run, on two, it is then noted how they are told
+    apart."""
     recorder = _Recorder(before)
     handles = [m.register_forward_hook(OwnHook(recorder.note, m in whole), with_kwargs=True) for m in modules]
     try:

@@ -24,26 +24,11 @@ def draw_batches(
     rank: int = 0,
     world_size: int = 1,
 ) -> Iterator[Batch]:
-    """Draw samples and put them in batches of like length.
+    """Draw samples and put them in batches of like length, that of the longest first, padded on the right.
 
-    Args:
-        data: A `datasets.Dataset`, a sequence of feature dicts, or a `DataLoader`. Where the length is known, samples
-            are drawn at random. Any other loader is read in its own order, no further than needed.
-        model: Its forward decides which columns are kept.
-        num_samples: How many samples, at most.
-        batch_size: Samples to a batch. A loader that is read in its own order keeps its own.
-        data_collator: Makes a batch of features. By default features are padded on the right to the longest.
-        seed: Seed of the draw.
-        rank: The number of this process.
-        world_size: The number of processes. Each gets a part of the draw.
-
-    Yields:
-        The batches, that of the longest samples first, padded on the right. Samples that a batch packs end to end
-        are in batches of their own.
-
-    Raises:
-        TypeError: The data or its samples are of another kind.
-        ValueError: There are no samples, or a number is not positive.
+    Samples are drawn at random where the length of the data is known. Any other loader is read in its own order and
+    batches, no further than needed. Each process gets a part. Samples that a batch packs end to end are in batches of
+    their own.
     """
     for name, value in (("num_samples", num_samples), ("batch_size", batch_size)):
         if not isinstance(value, int) or value < 1:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -106,26 +106,27 @@ class GradientListener:
 
     def check_usual(self) -> None:
         """Check after the forward pass that each target was called, and after the backward pass that nothing but the
-        copy's own value depends on the rows of the copy. This is what makes rows the rows of a sample.
-
-        Raises:
-            Unusual: It is not so.
-        """
+        copy's own value depends on the rows of the copy; raises `Unusual`. This is what makes rows the rows of a
+        sample."""
         if self.usual and len(self._calls) < len(self.targets):
             raise Unusual("not every module is called")
         if self._of_copy and any(torch.stack([found.to(self._of_copy[0]) for found in self._of_copy]).tolist()):
             raise Unusual("a module sees something else than samples in a row")
         self._of_copy.clear()
 
-    def take_gradients(self) -> list[Tensor]:
-        """The gradients at the anchors, after which these are free for another backward pass."""
-        found = [anchor.grad for anchor in self.anchors if anchor.grad is not None]
-        for anchor in self.anchors:
-            anchor.grad = None
-        return found
+    def backward_passes(self, values: Tensor) -> Iterator[list[Tensor]]:
+        """A backward pass for each row of an objective. After each come the gradients at the anchors."""
+        # of some groups of layers nothing depends, as of those above the one that is read
+        for k, row in enumerate(values if values.requires_grad else ()):
+            torch.autograd.backward(row.sum(), retain_graph=k + 1 < len(values))
+            found = [anchor.grad for anchor in self.anchors if anchor.grad is not None]
+            for anchor in self.anchors:
+                anchor.grad = None
+            self._finish()
+            self.check_usual()
+            yield found
 
-    def finish(self) -> None:
-        """Finish a backward pass."""
+    def _finish(self) -> None:
         with torch.no_grad():
             self._take_arrived()
         self._paused = True

@@ -7,7 +7,7 @@ of each sample's gradient is enough.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple, Protocol
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from peft_surgical.distributed import all_reduce, gather, world_size
-from peft_surgical.fisher.contributions import WHOLE_VECTOR, EntryKeeper, Generators, KeptEntries, estimate_products
+from peft_surgical.fisher.contributions import WHOLE_VECTOR, EntryKeeper, KeptEntries, estimate_products
 from peft_surgical.fisher.gradients import DenseGradients, SampleGradients
 from peft_surgical.fisher.squares import SquareQueue, sum_type
 
@@ -23,51 +23,19 @@ from peft_surgical.fisher.squares import SquareQueue, sum_type
 class TensorFisher(NamedTuple):
     """The diagonal Fisher of one parameter.
 
-    Args:
-        size: Number of its entries.
-        norm: Frobenius norm of the diagonal. NaN if only the trace was asked for.
-        trace: Sum of the diagonal.
-        contributions: What each sample contributes, (N,) float64: to the norm, or to the trace if only that was asked
-            for. The sum over samples, divided by the number of samples (or tokens), is the norm (or the trace).
+    The sum of the contributions, divided by the number of samples (or tokens), is the norm, or the trace if only that
+    was asked for.
     """
 
     size: int
-    norm: float
+    norm: float  # the Frobenius norm; NaN if only the trace was asked for
     trace: float
-    contributions: Tensor
+    contributions: Tensor  # of each sample, (N,) float64
 
 
 def new_sum(gradients: SampleGradients) -> Tensor:
     """Zeros that the squares of such gradients can be added to."""
     return torch.zeros(gradients.sum_shape, dtype=sum_type(gradients.example.dtype), device=gradients.device)
-
-
-class LayerZeros:
-    """Gives out zeros for the parameters of a layer. They are parts of one tensor, since filling each
-    by itself would take a launch.
-
-    Args:
-        parameters: The parameters.
-    """
-
-    def __init__(self, parameters: Iterable[nn.Parameter]):
-        self._parameters = [p for p in parameters if p.is_floating_point()]
-        self._parts: dict[tuple[torch.device, torch.dtype], dict[int, Tensor]] = {}
-
-    def take(self, key: int, gradients: SampleGradients) -> Tensor:
-        """As `new_sum`, for the parameter with this `id`."""
-        dtype, device = sum_type(gradients.example.dtype), gradients.device
-        parts = self._parts.get((device, dtype))
-        if parts is None:
-            sizes = [-(-p.numel() // 64) * 64 for p in self._parameters]
-            whole = torch.zeros(sum(sizes), dtype=dtype, device=device)
-            parts = dict(zip(map(id, self._parameters), whole.split(sizes), strict=True))
-            self._parts[device, dtype] = parts
-        part = parts.pop(key, None)
-        size = gradients.size
-        if part is None or part.numel() < size:  # a quantised weight
-            return new_sum(gradients)
-        return (part if part.numel() == size else part[:size]).view(gradients.sum_shape)
 
 
 class Sink(Protocol):
@@ -78,15 +46,11 @@ class Sink(Protocol):
 
 
 class DiagonalSum:
-    """Sum over samples of the squared gradients of one parameter, entry by entry.
+    """Sum over samples of the squared gradients of one parameter, entry by entry; the keeper keeps some entries of
+    each sample's, None keeps none."""
 
-    Args:
-        keeper: Keeps some entries of each sample's; None keeps none.
-        zeros: Makes the sum, from the first gradients.
-    """
-
-    def __init__(self, keeper: EntryKeeper | None = None, zeros: Callable[[SampleGradients], Tensor] = new_sum):
-        self.keeper, self._zeros = keeper, zeros
+    def __init__(self, keeper: EntryKeeper | None = None):
+        self.keeper = keeper
         self.sum: Tensor | None = None
         self.kept = KeptEntries()
         self.seen = self._first = 0
@@ -98,7 +62,7 @@ class DiagonalSum:
     def add(self, gradients: SampleGradients, first: int, queue: SquareQueue) -> None:
         """Add the squared gradients of the samples of this batch from number `first` on."""
         if self.sum is None:
-            self.sum = self._zeros(gradients)
+            self.sum = new_sum(gradients)
         first += self._first
         if self.keeper is None:
             gradients.add_squares(self.sum, queue)
@@ -111,12 +75,7 @@ class DiagonalSum:
 
 
 def reduce_diagonals(pairs: Sequence[tuple[nn.Parameter, DiagonalSum]], count: float) -> list[TensorFisher]:
-    """The means over the samples of all processes.
-
-    Args:
-        pairs: Parameters and their sums.
-        count: What the sums are divided by.
-    """
+    """The means over the samples of all processes: the sums, divided by `count`."""
     totals = _totals(pairs)
     norms, traces = _norms_and_sums(totals)
     contributions = torch.cat(gather(_contributions([s for _, s in pairs], totals, norms.tolist())), 1)
@@ -204,28 +163,22 @@ def reduce_norms(pairs: Sequence[tuple[nn.Parameter, NormSum]], count: float) ->
 
 
 class LayerSums:
-    """The sums of the parameters of some layers.
-
-    Args:
-        parameters: The parameters of each layer, by name.
-        diagonal: Whether to keep the diagonal, for its norm, or only the trace.
-        generators: Random numbers for the estimate of what each sample contributes to the norm; None leaves it out.
-    """
+    """The sums of the parameters of some layers: the diagonal, for its norm, or only the trace. Random numbers are for
+    the estimate of what each sample contributes to the norm; None leaves it out."""
 
     def __init__(
-        self, parameters: Sequence[dict[str, nn.Parameter]], diagonal: bool, generators: Generators | None = None
+        self, parameters: Sequence[dict[str, nn.Parameter]], diagonal: bool, generator: torch.Generator | None = None
     ):
-        self.parameters, self._diagonal, self._generators = parameters, diagonal, generators
+        self.parameters, self._diagonal, self._generator = parameters, diagonal, generator
         self.by_id: dict[int, DiagonalSum | NormSum] = {}
         self.clear()
 
     def clear(self) -> None:
         """Forget all batches."""
-        self._keeper = EntryKeeper(self._generators) if self._diagonal and self._generators else None
+        self._keeper = EntryKeeper(self._generator) if self._diagonal and self._generator else None
         for group in self.parameters:
-            zeros = LayerZeros(group.values())
-            for key in map(id, group.values()):
-                self.by_id[key] = DiagonalSum(self._keeper, partial(zeros.take, key)) if self._diagonal else NormSum()
+            for p in group.values():
+                self.by_id[id(p)] = DiagonalSum(self._keeper) if self._diagonal else NormSum()
 
     def start(self, samples: int) -> None:
         """Get ready for a batch."""

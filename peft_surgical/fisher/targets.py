@@ -35,21 +35,13 @@ class CannotTellSamplesApart(Exception):
 
 @dataclass
 class HookTarget:
-    """A module to listen to.
+    """A module to listen to, and the parameters that it answers for."""
 
-    Args:
-        name: Its path in the model.
-        module: The module.
-        parameters: The parameters that it answers for, by their name in the module.
-        rule: How; None if it has to be computed again for each sample.
-        layouts: One for each call in a forward pass. Empty where every batch is a single sample.
-    """
-
-    name: str
+    name: str  # its path in the model
     module: nn.Module
-    parameters: dict[str, nn.Parameter]
-    rule: Rule | None
-    layouts: list[CallLayout]
+    parameters: dict[str, nn.Parameter]  # by their name in the module
+    rule: Rule | None  # None if it has to be computed again for each sample
+    layouts: list[CallLayout]  # of each call in a forward pass; empty where every batch is a single sample
 
     @property
     def size(self) -> int:
@@ -60,17 +52,9 @@ class HookTarget:
 class Targets:
     """The modules to listen to: the usual ones, or those that are found on the shortest samples.
 
-    Args:
-        model: The model.
-        layers: The layers that the parameters are in.
-        parameters: The parameters whose gradients are wanted.
-        run: Runs the model on a batch.
-        batches: The samples.
-
-    Attributes:
-        usual: Each owner of parameters by itself. A batch with a copy of a sample shows whether it has the samples in
-            front (`GradientListener`). None where it cannot be so: an owner has no rule, or one that may be wrong for
-            it, or is one of several experts.
+    `usual` is each owner of parameters by itself. A batch with a copy of a sample shows whether it has the samples in
+    front (`GradientListener`). None where it cannot be so: an owner has no rule, or one that may be wrong for it, or
+    is one of several experts.
     """
 
     def __init__(
@@ -98,13 +82,7 @@ class Targets:
         return targets
 
     def find(self, batch: Batch, wanted: Collection[int], usual: bool) -> list[HookTarget]:
-        """The modules to listen to in a batch.
-
-        Args:
-            batch: The batch.
-            wanted: The `id`s of the parameters.
-            usual: Whether to take the usual ones.
-        """
+        """The modules to listen to in a batch for the parameters with these `id`s."""
         narrowed = []
         for target in self.usual if usual and self.usual else self._search(batch):
             own = {name: p for name, p in target.parameters.items() if id(p) in wanted}
@@ -131,20 +109,10 @@ def _size(batch: Batch) -> int:
 def find_targets(
     model: nn.Module, layers: Sequence[nn.Module], owners: Sequence[Owner], run: Callable[[int], Any], samples: int
 ) -> list[HookTarget]:
-    """Find the modules to listen to.
+    """Find the modules to listen to, by runs on one sample, and on two unless every batch is a single sample.
 
-    Args:
-        model: The model.
-        layers: The layers that the parameters are in; lists of like modules inside them are taken for experts.
-        owners: The modules that own the parameters whose gradients are wanted, from `find_owners`.
-        run: Runs the model on that many samples of a batch.
-        samples: 2, or 1 if every batch is a single sample.
-
-    Returns:
-        The targets. A parameter that several modules own has one in each.
-
-    Raises:
-        CannotTellSamplesApart: See there.
+    Lists of like modules inside the layers are taken for experts. A parameter that several modules own has a target in
+    each of them.
     """
     checked = {m for _, m, _ in owners if (rule := find_rule(m)) and not is_inherited(m, rule)}
     modules = {module for _, module, _ in owners}  # usually these are the targets, and nothing else need be noted
@@ -219,7 +187,9 @@ class _Search:
         if any(axis in (None, UNKNOWN) for layout in layouts for axis in (layout.inputs[0], layout.outputs[0])):
             return None
         rule = find_rule(module)
-        return rule if rule and _is_sound(module, rule, calls[0], layouts[0] if layouts else None) else None
+        if rule is None or is_inherited(module, rule):
+            return rule
+        return rule if _agrees_with_autograd(module, rule, calls[0], layouts[0] if layouts else None) else None
 
 
 class _NotNoted(Exception):
@@ -253,11 +223,6 @@ def _count_once(targets: _Targets) -> None:
                 targets[module].parameters = {k: p for k, p in inner.items() if id(p) not in seen}
 
 
-def _is_sound(module: nn.Module, rule: Rule, call: Call, layout: CallLayout | None) -> bool:
-    """Whether a rule that was made for a parent class holds for a class that computes its output in its own way."""
-    return is_inherited(module, rule) or _agrees_with_autograd(module, rule, call, layout)
-
-
 def is_inherited(module: nn.Module, rule: Rule) -> bool:
     """Whether a module computes its output as the class does that its rule was made for."""
     cls: Any = type(module)
@@ -269,6 +234,7 @@ def is_inherited(module: nn.Module, rule: Rule) -> bool:
 
 
 def _agrees_with_autograd(module: nn.Module, rule: Rule, call: Call, layout: CallLayout | None) -> bool:
+    """Whether a rule that was made for a parent class holds for a class that computes its output in its own way."""
     assert call.tensors is not None
     arguments, spec, out = call.tensors
     samples, parameters = 2 if layout else 1, dict(module.named_parameters(recurse=False))

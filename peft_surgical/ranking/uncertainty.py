@@ -16,14 +16,7 @@ LEVEL = 0.95
 
 @dataclass(frozen=True)
 class Uncertainty:
-    """How sure the scores of layers are.
-
-    Args:
-        intervals: The central 95 % of each layer's score over samples drawn anew, as (low, high).
-        top_probability: For each layer, how often it was among the best 1, 2, 3, ...
-        split_half_tau: Mean Kendall tau between the orders that two random halves of the samples give; None for fewer
-            than two samples.
-    """
+    """How sure the scores of layers are; see `LayerRanking`. There are no halves of fewer than two samples."""
 
     intervals: list[tuple[float, float]]
     top_probability: list[list[float]]
@@ -34,19 +27,8 @@ def estimate_uncertainty(contributions: Tensor, counts: Tensor, seed: int = 0) -
     """Draw samples anew, with replacement, and score the layers on each draw (the bootstrap).
 
     The scores of a draw are linear in the samples' multiplicities: exactly so for the trace and the mean, and to first
-    order for the norms (`sums.py`).
-
-    Args:
-        contributions: What each sample contributes to each layer's score, (L, N). The score is `contributions.sum(1) /
-            counts.sum()`.
-        counts: What each sample adds to the divisor, (N,).
-        seed: Seed of the draws.
-
-    Example:
-
-        >>> contributions = torch.tensor([[1.0, 2.0, 3.0], [0.1, 0.2, 0.1]])
-        >>> estimate_uncertainty(contributions, torch.ones(3)).top_probability
-        [[1.0, 1.0], [0.0, 1.0]]
+    order for the norms (`sums.py`). A layer's score is the sum of its samples' contributions, (L, N), divided by that
+    of their counts, (N,).
     """
     generator = torch.Generator().manual_seed(seed)
     contributions, counts = contributions.double().cpu(), counts.double().cpu()
@@ -60,13 +42,7 @@ def estimate_uncertainty(contributions: Tensor, counts: Tensor, seed: int = 0) -
 
 
 def kendall_tau(first: Sequence[float] | Tensor, second: Sequence[float] | Tensor) -> float:
-    """Kendall's rank correlation (tau-a): 1 for the same order, -1 for the opposite one, 0 on average by chance.
-
-    Example:
-
-        >>> kendall_tau([1, 2, 3], [1, 3, 2])
-        0.3333333333333333
-    """
+    """Kendall's rank correlation (tau-a): 1 for the same order, -1 for the opposite one, 0 on average by chance."""
     a, b = (torch.as_tensor(x, dtype=torch.float64) for x in (first, second))
     return float(_kendall_taus(a[None], b[None]))
 
