@@ -34,19 +34,12 @@ def tunable_modules(path: str, module: nn.Module) -> Iterator[tuple[str, list[st
 
 @dataclass(frozen=True)
 class Owner:
-    """A module that holds tensors itself.
+    """A module that holds tensors itself."""
 
-    Args:
-        path: Its path in the base model.
-        module: The base's module, without the wrappers of adapters.
-        names: The tensors that it holds, by their name in the module.
-        has_parts: Whether it also has modules in it that hold tensors, which must then keep their paths.
-    """
-
-    path: str
-    module: nn.Module
-    names: list[str]
-    has_parts: bool
+    path: str  # in the base model
+    module: nn.Module  # the base's, without the wrappers of adapters
+    names: list[str]  # of the tensors, in the module
+    has_parts: bool  # it also has modules in it that hold tensors, which must then keep their paths
 
 
 def owners(path: str, module: nn.Module) -> Iterator[Owner]:

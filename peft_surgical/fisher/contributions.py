@@ -94,8 +94,6 @@ def estimate_products(
 ) -> Tensor:
     """Estimates of <F, d_n> for each of P parameters' F and the squared gradients d_n of each sample, (P, N) float64
     on the CPU. The factors `scales` of the F keep the products from being too small."""
-    if not kept:
-        return torch.zeros(0, samples, dtype=torch.float64)
     pairs = zip(kept, diagonals, strict=True)
     flat = [d.flatten() if k.entries is None else d.flatten()[k.entries.index] for k, d in pairs]
     flat = list(torch._foreach_mul(flat, list(scales)))

@@ -90,18 +90,13 @@ def _vmapped(
         ]
         which = list(call.gradients)
         grads = [samples_first(call.gradients[i], call.output_axes[i], samples)[chunk] for i in which]
-        split = [i for i, axis in enumerate(call.input_axes) if axis is not None]
+        axes = [None if axis is None else 0 for axis in call.input_axes]
 
-        def one_sample(  # type: ignore[no-untyped-def]
-            sliced, grads, call=call, inputs=inputs, split=split, which=which
-        ):
-            own = list(inputs)
-            for i, x in zip(split, sliced, strict=True):
-                own[i] = x
-            pullback = vjp(lambda v: tuple(_outputs(module, v, own, call.spec)[i] for i in which), values)[1]
+        def one_sample(own, grads, spec=call.spec, which=which):  # type: ignore[no-untyped-def]
+            pullback = vjp(lambda v: tuple(_outputs(module, v, own, spec)[i] for i in which), values)[1]
             return pullback(tuple(grads))[0]
 
-        result = vmap(one_sample)([inputs[i] for i in split], grads)
+        result = vmap(one_sample, in_dims=(axes, 0))(inputs, grads)
         total = {name: total[name] + g if name in total else g for name, g in result.items()}
     return total
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -65,18 +66,18 @@ class Targets:
         run: Callable[[Batch], Any],
         batches: Iterable[Batch],
     ):
-        self.model, self.layers, self.run = model, layers, run
+        self.model, self.run = model, run
+        self.experts = _experts(layers)
         self.owners = find_owners(model, parameters)
         self.shortest = min((b for b in batches if len(b) > 1), key=_size, default=None)
         self.usual = self._usual()
         self._found: dict[int, list[HookTarget]] = {}
 
     def _usual(self) -> list[HookTarget] | None:
-        experts = _experts(self.layers)
         targets = []
         for path, module, own in self.owners:
             rule = find_rule(module)
-            if rule is None or module in experts or not is_inherited(module, rule):
+            if rule is None or module in self.experts or not is_inherited(module, rule):
                 return None
             targets.append(HookTarget(path, module, own, rule, [CallLayout([0], [0])]))
         return targets
@@ -94,11 +95,8 @@ class Targets:
         samples = min(len(batch), 2)
         if samples not in self._found:
             example = self.shortest if samples == 2 and self.shortest else batch
-
-            def run(number: int) -> Any:
-                return self.run(example.select(0, number))
-
-            self._found[samples] = find_targets(self.model, self.layers, self.owners, run, samples)
+            runs = [partial(self.run, example.select(0, number)) for number in (1, 2)[:samples]]
+            self._found[samples] = find_targets(self.model, self.experts, self.owners, runs)
         return self._found[samples]
 
 
@@ -107,20 +105,19 @@ def _size(batch: Batch) -> int:
 
 
 def find_targets(
-    model: nn.Module, layers: Sequence[nn.Module], owners: Sequence[Owner], run: Callable[[int], Any], samples: int
+    model: nn.Module, experts: Collection[nn.Module], owners: Sequence[Owner], runs: Sequence[Callable[[], Any]]
 ) -> list[HookTarget]:
     """Find the modules to listen to, by runs on one sample, and on two unless every batch is a single sample.
 
-    Lists of like modules inside the layers are taken for experts. A parameter that several modules own has a target in
-    each of them.
+    A parameter that several modules own has a target in each of them.
     """
     checked = {m for _, m, _ in owners if (rule := find_rule(m)) and not is_inherited(m, rule)}
     modules = {module for _, module, _ in owners}  # usually these are the targets, and nothing else need be noted
     while True:
-        one = record_calls(modules, lambda: run(1), checked)
-        two = record_calls(modules, lambda: run(2), checked, one) if samples == 2 else None
+        one = record_calls(modules, runs[0], checked)
+        two = record_calls(modules, runs[1], checked, one) if len(runs) > 1 else None
         try:
-            return _Search(model, layers, owners, one, two).targets(modules)
+            return _Search(model, experts, owners, one, two).targets(modules)
         except _NotNoted:
             modules = set(model.modules())
 
@@ -130,15 +127,14 @@ _Targets = dict[nn.Module, HookTarget]
 
 class _Search:
     def __init__(
-        self, model: nn.Module, layers: Sequence[nn.Module], owners: Sequence[Owner], one: Calls, two: Calls | None
+        self, model: nn.Module, experts: Collection[nn.Module], owners: Sequence[Owner], one: Calls, two: Calls | None
     ):
-        self.owners, self.one, self.two = owners, one, two
+        self.experts, self.owners, self.one, self.two = experts, owners, one, two
         self.names = {module: name for name, module in model.named_modules()}
         self.parents: dict[nn.Module, tuple[nn.Module, str]] = {}
         for parent in self.names:
             for name, child in parent.named_children():
                 self.parents.setdefault(child, (parent, name))
-        self.experts = _experts(layers)
 
     def targets(self, noted: Collection[nn.Module]) -> list[HookTarget]:
         self.noted = noted

@@ -163,11 +163,7 @@ class LayerRanking:
 
 
 def as_ranking(ranking: Any) -> LayerRanking:
-    """A ranking, from itself, the path of a saved one, or its record.
-
-    Raises:
-        TypeError: It is none of these.
-    """
+    """A ranking, from itself, the path of a saved one, or its record; a `TypeError` if it is none of these."""
     if isinstance(ranking, (str, os.PathLike)):
         return LayerRanking.load(ranking)
     if isinstance(ranking, Mapping):
