@@ -167,13 +167,14 @@ class TunedModule(nn.Module, BaseTunerLayer):
     def tensors_of(self, adapters: Sequence[str]) -> dict[str, torch.Tensor]:
         """What the module computes with when these adapters are active, in the base's dtype."""
         copies = {
-            name: [self.tuned[a][name] for a in adapters if name in self.tuned[a]] for name in self._names(adapters)
+            name: [self.tuned[a][name] for a in adapters if name in self.tuned[a]] for name in self.names_of(adapters)
         }
         if torch.compiler.is_compiling():
             return self._combine(copies)
         return self._kept.get([self.tuned[a] for a in adapters], copies, self._combine)
 
-    def _names(self, adapters: Iterable[str]) -> list[str]:
+    def names_of(self, adapters: Iterable[str]) -> list[str]:
+        """The tensors of which these adapters have copies."""
         return list(dict.fromkeys(name for a in adapters for name in self.tuned[a].names))
 
     def _combine(self, copies: Mapping[str, Sequence[torch.Tensor]]) -> dict[str, torch.Tensor]:

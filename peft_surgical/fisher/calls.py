@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
@@ -85,8 +84,6 @@ class _Recorder:
     def __init__(self, before: Calls | None):
         self.calls: Calls = {}
         self.before = before
-        self._seen: dict[int, tuple[weakref.ref, int, _Trace]] = {}
-        self._pairs: dict[tuple[int, int, int], int] = {}
         self._values: list[tuple[Tensor, Tensor]] = []
         self._unsure: list[tuple[Call, list[int]]] = []
 
@@ -108,12 +105,7 @@ class _Recorder:
     def _trace(self, x: Any) -> _Trace | None:
         if not isinstance(x, Tensor):
             return None
-        known, version = self._seen.get(id(x)), x._version
-        if known is not None and known[0]() is x and known[1] == version:
-            return known[2]  # what one module returns another gets, and a mask goes to all layers
-        trace = _Trace(x.shape, x.is_floating_point(), _some(x).clone() if self.before is None else None)
-        self._seen[id(x)] = weakref.ref(x), version, trace
-        return trace
+        return _Trace(x.shape, x.is_floating_point(), _some(x).clone() if self.before is None else None)
 
     def _compare_later(self, call: Call, one: Call, inputs: list[Any], outputs: list[Tensor]) -> None:
         """Tell the call's layout by the shapes, and note the values that it depends on."""
@@ -131,20 +123,14 @@ class _Recorder:
                 return
             axes.append(axis)
             if axis is not None and axis != UNKNOWN and old and new:
-                numbers.append(self._pair(old, new, x, axis))
+                assert old.values is not None
+                numbers.append(len(self._values))
+                self._values.append((old.values, _some(x.narrow(axis, 0, old.shape[axis])).clone()))
         axes, out_axes = axes[: len(inputs)], axes[len(inputs) :]
         expandable = (axis is not None or x.shape[:1] == (1,) for axis, x in zip(out_axes, outputs, strict=True))
         complete = any(axis is not None for axis in out_axes) and all(expandable)
         call.layout = CallLayout(axes, out_axes, complete)
         self._unsure.append((call, numbers))
-
-    def _pair(self, old: _Trace, new: _Trace, x: Tensor, axis: int) -> int:
-        key = id(old), id(new), axis
-        if key not in self._pairs:
-            self._pairs[key] = len(self._values)
-            assert old.values is not None
-            self._values.append((old.values, _some(x.narrow(axis, 0, old.shape[axis])).clone()))
-        return self._pairs[key]
 
     def compare(self) -> None:
         """Take back the layouts of calls whose values have another order than the shapes say."""

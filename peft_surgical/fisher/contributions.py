@@ -1,6 +1,6 @@
 """Some squared gradients of each sample, from which is estimated what it contributes to the norm of the diagonal.
 
-To tell how sure a score is, samples are drawn anew many times (`uncertainty.py`), which needs the contribution of each
+To tell how sure a score is, samples are drawn anew many times (`ranking.py`), which needs the contribution of each
 sample. The norm of F = mean_n d_n is a sum over samples: |F| = mean_n <F, d_n> / |F|, and to first order the norm of a
 re-weighted mean is the re-weighted mean of these terms. But F is known only at the end, and the d_n are never kept. So
 a hundred entries of each d_n are, drawn in proportion to the first batch's diagonal, which stand for the rest.

@@ -118,7 +118,6 @@ class Engine(ABC):
 
     def __init__(self, task: FisherTask, batches: Sequence[Batch]):
         self.task, self.batches, self.runner = task, batches, Runner(task)
-        self.got_gradient = False
         self.samples: list[int] = []
         self.counts = torch.zeros(0, dtype=torch.float64)
 
@@ -134,8 +133,6 @@ class Engine(ABC):
             self._gather_samples()
             found |= zip(group, sums.results(float(self.counts.sum())), strict=True)
             on_all_ranks(self.check)
-        if not any(gather(self.got_gradient)):
-            raise ValueError(no_gradient(self.task.model))
         return [found[number] for number in range(len(found))]
 
     def _go_through(self, sums: LayerSums, progress: Progress) -> None:
@@ -230,7 +227,6 @@ class HookEngine(Engine):
             for gradients in listener.backward_passes(values):
                 seen += gradients
                 sums.finish()
-            self.got_gradient = self.got_gradient or listener.got_gradient
         if self.guard and watched:
             self.guard.check(batch, watched)
         if not checked:
@@ -284,7 +280,6 @@ class LoopEngine(Engine):
                 raise ValueError(f"The gradient of sample {sample.index[0]} of the draw is not finite.")
             for p, g in zip(parameters, grads, strict=True):
                 if g is not None:
-                    self.got_gradient = True
                     sums.by_id[id(p)].add(DenseGradients(g[None]), 0, queue)
             queue.flush()
             sums.finish()

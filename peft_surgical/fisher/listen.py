@@ -82,7 +82,6 @@ class GradientListener:
         owners = Counter(id(p) for target in targets for p in target.parameters.values())
         self._tied = {key for key, count in owners.items() if count > 1}
         self.anchors: list[Tensor] = []
-        self.got_gradient = False
         self._calls: dict[int, int] = {}
         self._local: dict[int, tuple[HookTarget, list[LocalCall]]] = {}
         self._waiting: dict[int, list[SampleGradients]] = {}
@@ -212,7 +211,6 @@ class GradientListener:
         if gradient is None:
             reason = "what follows has no backward pass, as quantised layers made ready for inference"
             raise ValueError(f"No gradient comes back to {use.target.name}: {reason}. Load the model anew.")
-        self.got_gradient = True
         self._arrived.append((use, gradient))
         self._entries += use.target.size
         if self._entries >= _TOGETHER or self.checked or on_cpu(gradient):
@@ -245,7 +243,6 @@ class GradientListener:
             self._collect(parameter, gradients[name], once)
 
     def _on_local_gradient(self, target: HookTarget, call: LocalCall, number: int, gradient: Tensor) -> None:
-        self.got_gradient = True
         if self.checked:
             self._check_finite(target, samples_first(gradient, call.output_axes[number], self.samples))
         call.gradients[number] = gradient

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from itertools import combinations
 from typing import Any
 
@@ -13,16 +13,14 @@ import transformers
 from torch import Tensor, nn
 
 from peft_surgical.distributed import check_not_prepared, check_same_weights, gather, rank, world_size
-from peft_surgical.fisher.batches import Batch
-from peft_surgical.fisher.draw import draw_batches
+from peft_surgical.fisher.batches import Batch, draw_batches
 from peft_surgical.fisher.engine import FisherTask, Progress, Runner
 from peft_surgical.fisher.guard import agree_with_loss
 from peft_surgical.fisher.model_state import same_random_numbers, untouched
 from peft_surgical.fisher.objective import make_objective
 from peft_surgical.layers import Stack, choose_stack, unwrap
-from peft_surgical.ranking.ranking import LayerRanking
+from peft_surgical.ranking.ranking import LayerRanking, estimate_uncertainty, kendall_tau
 from peft_surgical.ranking.scores import AGGREGATIONS, LayerScores, Score, ScoreRequest, find_score
-from peft_surgical.ranking.uncertainty import estimate_uncertainty, kendall_tau
 
 
 def rank_layers(
@@ -201,7 +199,7 @@ def _make_ranking(layers: Stack, results: Sequence[LayerScores], record: dict[st
     if first.contributions is not None and first.counts is not None:
         contributions = torch.stack([r.contributions for r in results if r.contributions is not None]).mean(0)
         by_sample = torch.tensor(first.samples).argsort()  # the same in a distributed run
-        sure = asdict(estimate_uncertainty(contributions[:, by_sample], first.counts[by_sample], seed))
+        sure = estimate_uncertainty(contributions[:, by_sample], first.counts[by_sample], seed)
     taus = [kendall_tau(a.scores, b.scores) for a, b in combinations(results, 2)]
     return LayerRanking(
         stack=layers.name,
