@@ -14,7 +14,7 @@ from tqdm import tqdm
 from peft_surgical.compat import check_adapters_not_merged, get_submodules
 from peft_surgical.copies.compute import return_to_fused_path
 from peft_surgical.copies.in_place import TunedInPlace
-from peft_surgical.copies.ties import admit_untied_embeddings, forget_originals
+from peft_surgical.copies.select import admit_untied_embeddings, forget_originals
 
 
 def unload(tuner: Any, merge: bool, progressbar: bool, safe_merge: bool, adapter_names: list[str] | None) -> Any:
