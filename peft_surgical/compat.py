@@ -84,15 +84,7 @@ if int(transformers.__version__.partition(".")[0]) >= 5:  # what it converts whe
 
 
 def require(owner: Any, *names: str) -> None:
-    """Check that a module, class or object has these names.
-
-    Raises:
-        ImportError: It lacks one: the installed release is not one that this package knows.
-
-    Example:
-
-        >>> require(nn.Linear(1, 1), "_parameters")
-    """
+    """Check that a module, class or object has these names; else the installed release is one that is not known."""
     for name in names:
         if not hasattr(owner, name):
             where = getattr(owner, "__name__", type(owner).__name__)
@@ -109,11 +101,7 @@ def unknown_release(reason: str) -> ImportError:
 
 
 def check_private_names() -> None:
-    """Check all of `PRIVATE_NAMES`, and the attributes that the instances of some classes have.
-
-    Raises:
-        ImportError: One is missing.
-    """
+    """Check all of `PRIVATE_NAMES`, and the attributes that the instances of some classes have."""
     for place, names in PRIVATE_NAMES.items():
         module, _, cls = place.partition(":")
         try:
@@ -129,11 +117,7 @@ def check_private_names() -> None:
 
 
 def add_peft_type(name: str) -> PeftType:
-    """Add a member to PEFT's enum of methods; PEFT offers no other way. Idempotent.
-
-    Raises:
-        ImportError: Python's enum does not take it.
-    """
+    """Add a member to PEFT's enum of methods; PEFT offers no other way. Idempotent."""
     if name in PeftType.__members__:
         return PeftType[name]
     member: Any = str.__new__(PeftType, name)
@@ -155,21 +139,13 @@ def add_peft_type(name: str) -> PeftType:
 
 @dataclass
 class ConvertedTensors:
-    """Tensors of a checkpoint that make up tensors of a model together.
+    """Tensors of a checkpoint that make up tensors of a model together."""
 
-    Args:
-        name: The first name in the model, as transformers gives it.
-        converter: What transformers converts them with.
-        patterns: The tensors of the checkpoint, each with the pattern that its name has.
-        renamed: Their names, by what they are called when they are converted.
-        names: What transformers calls the tensors that they become, by their names in the model.
-    """
-
-    name: str
+    name: str  # the first in the model, as transformers gives it
     converter: Any
-    patterns: dict[str, str] = field(default_factory=dict)
-    renamed: dict[str, str] = field(default_factory=dict)
-    names: dict[str, str] = field(default_factory=dict)
+    patterns: dict[str, str] = field(default_factory=dict)  # by tensor of the checkpoint, what its name matches
+    renamed: dict[str, str] = field(default_factory=dict)  # their names, by what they are called when converted
+    names: dict[str, str] = field(default_factory=dict)  # transformers' of what they become, by the model's
 
     def convert(self, read: Callable[[str], torch.Tensor], model: nn.Module) -> dict[str, torch.Tensor]:
         """The model's tensors, from the checkpoint's."""
@@ -179,11 +155,7 @@ class ConvertedTensors:
         return _converted(converter, self.name, model)
 
     def revert(self, values: Mapping[str, torch.Tensor], model: nn.Module) -> dict[str, torch.Tensor]:
-        """The checkpoint's tensors, from the model's.
-
-        Raises:
-            ValueError: transformers does not know how to convert them back.
-        """
+        """The checkpoint's tensors, from the model's; a `ValueError` if transformers cannot convert them back."""
         converters: dict[str, Any] = {}
         for name, value in values.items():
             converter = self.converter.reverse_transform()
@@ -204,11 +176,6 @@ class ConvertedTensors:
 
 def loading_rules(model: nn.Module, prefix: str, wanted: Mapping[str, torch.Tensor]) -> tuple[Any, Any]:
     """How transformers renames and converts the tensors of this model's checkpoints while it loads them.
-
-    Args:
-        model: The model.
-        prefix: What the bare model is called in one with a head.
-        wanted: The model's tensors by name.
 
     Returns:
         A function from a name in a checkpoint to the name in the model and the `ConvertedTensors` that it belongs to,

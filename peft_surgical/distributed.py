@@ -71,14 +71,7 @@ def on_all_ranks(action: Callable[[], object]) -> None:
 
 
 def raise_on_all_ranks(error: Exception | None) -> None:
-    """Raise the error of any process on all of them, so that none waits for one that has given up.
-
-    Args:
-        error: What went wrong in this process, or None.
-
-    Raises:
-        Exception: The error of this process; in the others a `RuntimeError` that says what it was.
-    """
+    """Raise the error of any process on all of them, so that none waits for one that has given up."""
     messages = gather(None if error is None else f"{type(error).__name__}: {error}")
     if error is not None:
         raise error
@@ -106,11 +99,6 @@ def engine_of(model: nn.Module) -> str | None:
     """The engine of distributed training that a model was prepared for, or None.
 
     What DDP and ZeRO-1/2 hold of a model cannot be told from the model inside their wrappers.
-
-    Example:
-
-        >>> engine_of(nn.Linear(2, 2)) is None
-        True
     """
     for module in model.modules():
         if "ds_id" in module.__dict__:
@@ -122,16 +110,7 @@ def engine_of(model: nn.Module) -> str | None:
 
 
 def check_not_prepared(model: nn.Module, action: str, *, but_for: str | None = None) -> None:
-    """Check that no engine has taken a model over.
-
-    Args:
-        model: The model.
-        action: What is to be done to it, to say so.
-        but_for: An engine that does no harm.
-
-    Raises:
-        ValueError: An engine has. The message names it and the right order.
-    """
+    """Check that no engine, but for one that does no harm, has taken a model over; `action` is what comes before."""
     engine = engine_of(model)
     if engine not in (None, but_for):
         raise ValueError(
@@ -141,11 +120,7 @@ def check_not_prepared(model: nn.Module, action: str, *, but_for: str | None = N
 
 
 def check_same_weights(model: nn.Module) -> None:
-    """Check that all processes have the same whole model, by one value of each parameter.
-
-    Raises:
-        ValueError: They have not. The message names the first parameter that differs and what to do.
-    """
+    """Check that all processes have the same whole model, by one value of each parameter."""
     if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
         raise ValueError(
             "ZeRO-3 sharded the model when it was made, and its layers are ranked by whole weights. Load the model "

@@ -14,16 +14,7 @@ LayerSpec = str | Sequence[int | str] | Mapping[str, "str | Sequence[int | str]"
 
 
 def layer_indices(spec: str | Sequence[int | str], stack: Sized) -> list[int]:
-    """The indices in one stack that a specification means, ascending.
-
-    Args:
-        spec: What the user wrote.
-        stack: The stack; its length is the number of layers, its text is shown in errors.
-
-    Raises:
-        ValueError: See `resolve_layers`.
-        TypeError: `spec` is neither text nor a sequence of indices.
-    """
+    """The indices in one stack that a specification means, ascending; errors as in `resolve_layers`."""
     if isinstance(spec, (Mapping, bytes)) or not isinstance(spec, Iterable):
         raise TypeError(f"layers={spec!r} is a {type(spec).__name__}; allowed are {_FORMS}.")
     indices: list[int] = []

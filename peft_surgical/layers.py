@@ -130,11 +130,7 @@ def resolve_layers(model: nn.Module, layers: LayerSpec, stack: str | None = None
 
 
 def choose_stack(model: nn.Module, stack: str | None = None) -> Stack:
-    """The stack called `stack`, or the only one of the model.
-
-    Raises:
-        ValueError: There is no such stack; or none is named and the model has several, or none at all.
-    """
+    """The stack called `stack`, or the only one of the model."""
     model = unwrap(model)
     stacks = find_stacks(model)
     if stack is None and len(stacks) == 1:

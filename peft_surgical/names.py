@@ -35,27 +35,12 @@ _COPY = re.compile(
 
 @dataclass(frozen=True)
 class CopyName:
-    """The name of an adapter's copy of one tensor of the base.
+    """The name of an adapter's copy of one tensor of the base."""
 
-    Args:
-        path: The path in the base of the module that is tuned.
-        tensor: The tensor's name in that module, e.g. `weight` or `dense.weight`.
-        container: What holds the copies, by method: one of `CONTAINERS`.
-        in_place: Whether the module is a layer that keeps its place, and holds the copies in a child.
-
-    Example:
-
-        >>> name = CopyName("bert.pooler", "dense.weight")
-        >>> name.in_file
-        'base_model.model.bert.pooler.surgical_params.dense|weight'
-        >>> name.in_base
-        'bert.pooler.dense.weight'
-    """
-
-    path: str
-    tensor: str
-    container: str = SURGICAL
-    in_place: bool = False
+    path: str  # of the module that is tuned, in the base
+    tensor: str  # its name in that module, e.g. `weight` or `dense.weight`
+    container: str = SURGICAL  # what holds the copies, by method: one of `CONTAINERS`
+    in_place: bool = False  # the module is a layer that keeps its place, and holds the copies in a child
 
     @property
     def in_base(self) -> str:
@@ -70,13 +55,7 @@ class CopyName:
 
     @classmethod
     def parse(cls, key: str) -> CopyName | None:
-        """The name behind a key in an adapter's file; None if that is not the key of a copy (heads, LoRA).
-
-        Example:
-
-            >>> CopyName.parse("base_model.model.h.0.own_tensors.lora_tuned.scale").in_base
-            'h.0.scale'
-        """
+        """The name behind a key in an adapter's file; None if that is not the key of a copy (heads, LoRA)."""
         if (match := _COPY.fullmatch(key.removeprefix(PREFIX))) is None:
             return None
         tensor = match["tensor"].replace("|", ".")
@@ -89,13 +68,7 @@ def as_attribute(tensor: str) -> str:
 
 
 def without_wrappers(name: str) -> str:
-    """A name in a model without what engines and compilation wrap around modules.
-
-    Example:
-
-        >>> without_wrappers("layer.0._orig_mod.dense._fsdp_wrapped_module.weight")
-        'layer.0.dense.weight'
-    """
+    """A name in a model without what engines and compilation wrap around modules."""
     return _WRAPPER.sub("", name).removesuffix(".")
 
 
@@ -114,10 +87,5 @@ def as_in_file(name: str) -> str:
     """A tensor's name in a model, the adapter's name already taken out, as a file has it.
 
     Whether another adapter's LoRA is around a module that has copies must not show.
-
-    Example:
-
-        >>> as_in_file("base_model.model.fc.base_layer.lora_tuned.bias")
-        'base_model.model.fc.lora_tuned.bias'
     """
     return _WRAPPED_COPY.sub(r".\1.", without_wrappers(name))

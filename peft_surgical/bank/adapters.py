@@ -29,12 +29,7 @@ from peft_surgical.names import PREFIX, STRATIFIED, SURGICAL, base_path
 
 @dataclass(frozen=True)
 class TensorSlot:
-    """Where one tensor of an adapter goes.
-
-    Args:
-        owner: The module that holds it.
-        name: What it is called there.
-    """
+    """Where one tensor of an adapter goes."""
 
     owner: nn.Module
     name: str
@@ -61,21 +56,14 @@ class TensorSlot:
 
 
 class AdapterSlots:
-    """All that the model has of one adapter. When made, the adapter is out of the model.
-
-    Args:
-        adapter: The adapter.
-        tables: All tables by adapter that have an entry for it, with that entry.
-        slots: Where its tensors go, by their plain names in the file.
-        modules: The modules that may keep cast tensors of it.
-    """
+    """All that the model has of one adapter. When made, the adapter is out of the model."""
 
     def __init__(
         self,
         adapter: str,
-        tables: Iterable[tuple[Any, Any]],
-        slots: Mapping[str, TensorSlot],
-        modules: Iterable[TunedModule] = (),
+        tables: Iterable[tuple[Any, Any]],  # all tables by adapter that have an entry for it, with that entry
+        slots: Mapping[str, TensorSlot],  # where its tensors go, by their plain names in the file
+        modules: Iterable[TunedModule] = (),  # those that may keep cast tensors of it
     ):
         self.adapter = adapter
         self.slots = dict(slots)
@@ -119,11 +107,7 @@ def slots_in(prefix: str, entry: Any) -> dict[str, TensorSlot]:
 
 
 class InjectedAdapters:
-    """The base model with the wrappers of all PEFT methods that the bank has tasks of.
-
-    Args:
-        model: The base model. Wrappers are put into it; its own tensors are not touched.
-    """
+    """The base model with the wrappers of all PEFT methods that the bank has tasks of; its own tensors stay."""
 
     def __init__(self, model: nn.Module):
         self.model = model
@@ -169,11 +153,7 @@ class InjectedAdapters:
 
     @torch.inference_mode(False)
     def inject(self, task: Task) -> AdapterSlots:
-        """Let PEFT make slots for an adapter of any method. No forward runs meanwhile.
-
-        Raises:
-            ValueError: PEFT cannot, or the adapter's file holds other tensors than there are slots for.
-        """
+        """Let PEFT make slots for an adapter of any method. No forward runs meanwhile."""
         before = list(self.active)
         self.activate([])
         try:

@@ -70,23 +70,15 @@ class BankStats:
 
 
 class TaskCache:
-    """Brings tasks to the device, by way of host memory, within two budgets.
-
-    Args:
-        base: The base's own tensors, by name.
-        device: The device.
-        device_budget: The most bytes of tasks on the device; None for no limit.
-        host_budget: The most bytes of tasks in (on a GPU, pinned) host memory; None for no limit, 0 for none at all.
-        on_evict: Called with a task that leaves the device.
-    """
+    """Brings tasks to the device, by way of host memory, within two budgets."""
 
     def __init__(
         self,
         base: Mapping[str, torch.Tensor],
         device: torch.device,
-        device_budget: int | None,
-        host_budget: int | None,
-        on_evict: Callable[[Task], None],
+        device_budget: int | None,  # in bytes; None for no limit
+        host_budget: int | None,  # of (on a GPU, pinned) memory; 0 for none at all
+        on_evict: Callable[[Task], None],  # called with a task that leaves the device
     ):
         self.lock = threading.RLock()  # for these fields, and for which tasks are in the model
         self.on_device: LruBudget[Task, Resident] = LruBudget("device", device_budget, on_evict)
@@ -104,17 +96,7 @@ class TaskCache:
         keep_whole_in_forks(self, self.lock)
 
     def load(self, task: Task, *, gently: bool = False) -> Resident:
-        """Bring a task to the device, if it is not there.
-
-        Args:
-            task: The task.
-            gently: Whether to give up no other task that a thread waits for.
-
-        Raises:
-            NoRoomError: It does not fit.
-            RemovedError: It was removed meanwhile.
-            ValueError: Its file cannot be read or decoded.
-        """
+        """Bring a task to the device, if it is not there; `gently`: give up no task that a thread waits for."""
         if (resident := self._hit(task)) is not None:
             return resident
         with self._loading:

@@ -43,13 +43,6 @@ class TaskFile:
 
     No handle stays open. A file that was changed since its header was read, be it while its values are read, is an
     error, not wrong values.
-
-    Args:
-        path: The file.
-        present_name: What a tensor is called here, by its name in the file.
-
-    Raises:
-        ValueError: It is missing, or not a whole safetensors file.
     """
 
     def __init__(self, path: str | os.PathLike, present_name: Callable[[str], str] = lambda name: name):
@@ -74,15 +67,7 @@ class TaskFile:
             raise ValueError(f"{path} cannot be read as a safetensors file ({error}). Copy it again.") from error
 
     def read(self, layout: Layout, buffer: torch.Tensor) -> None:
-        """Read tensors into their places in a buffer, without the GIL and without a copy in between.
-
-        Args:
-            layout: The tensors to read; a part of those in the file.
-            buffer: The buffer: bytes, on the CPU.
-
-        Raises:
-            ValueError: The file is gone, cut off, or not the one whose header was read.
-        """
+        """Read tensors into their places in a buffer on the CPU, without the GIL and a copy in between."""
         data = buffer.numpy()
         names = list(layout.specs)
         readers = min(_READERS, 1 + layout.nbytes // _WORTH_A_READER, len(names))
@@ -123,33 +108,19 @@ def _stamp(descriptor: int) -> tuple[int, int, int]:
 
 @dataclass(eq=False)
 class Task:
-    """What the bank knows of one addition of a task. Another one under the same name is another `Task`.
-
-    Args:
-        name: The task.
-        adapter: The name of its adapter in the model, which no two additions share.
-        config: The adapter's config.
-        file: The adapter's file.
-        entries: The trained tensors in the file, by their plain names there.
-        layout: Where the tensors lie on the device, by their plain names in the file.
-        stored: Where the file's tensors lie in host memory.
-        copies: For the SURGICAL method, the tensors that have copies.
-        heads: For the SURGICAL method, the names in the base of the tensors of its head.
-        labels: Number and names of its labels; empty for the base's own.
-        is_removed: Whether the bank has forgotten it; nothing of it is kept from then on.
-    """
+    """What the bank knows of one addition of a task. Another one under the same name is another `Task`."""
 
     name: str
-    adapter: str
+    adapter: str  # what it is called in the model, which no two additions share
     config: PeftConfig
     file: TaskFile
-    entries: dict[str, Entry]
-    layout: Layout
-    stored: Layout
-    copies: Copies = field(default_factory=dict)
-    heads: list[str] = field(default_factory=list)
-    labels: dict[str, Any] = field(default_factory=dict)
-    is_removed: bool = False
+    entries: dict[str, Entry]  # by their plain names in the file
+    layout: Layout  # on the device, by their plain names in the file
+    stored: Layout  # of the file's tensors in host memory
+    copies: Copies = field(default_factory=dict)  # for the SURGICAL method
+    heads: list[str] = field(default_factory=list)  # likewise, the names in the base of its head's tensors
+    labels: dict[str, Any] = field(default_factory=dict)  # number and names; empty for the base's own
+    is_removed: bool = False  # nothing of it is kept from then on
 
     @property
     def is_lossless(self) -> bool:
@@ -172,11 +143,7 @@ Copies = dict[str, tuple[list[str], bool]]
 
 
 class BaseIndex:
-    """What the base was like before the bank put anything into it, for checking tasks quickly and in any thread.
-
-    Args:
-        model: The base model, without adapters.
-    """
+    """What the base was like before the bank put anything into it, for checking tasks quickly and in any thread."""
 
     def __init__(self, model: nn.Module):
         self.tensors = dict(model.state_dict(keep_vars=True))
@@ -187,17 +154,7 @@ class BaseIndex:
         self._choose = lru_cache(maxsize=256)(self._choose_anew)
 
     def read_task(self, name: str, adapter: str, source: str | os.PathLike, labels: Mapping[str, Any]) -> Task:
-        """Read the config and the header of a saved adapter, and check them.
-
-        Args:
-            name: The task.
-            adapter: What its adapter is to be called in the model.
-            source: The adapter's folder, or its name on the hub.
-            labels: Its labels, if its config does not tell.
-
-        Raises:
-            ValueError: A file is missing or damaged, or does not fit the base. The message names the first difference.
-        """
+        """Read the config and the header of a saved adapter, and check them; `labels` count if its config has none."""
         folder = Path(source) if os.path.isdir(source) else download(os.fspath(source), ["adapter_*"])
         config, present_name = read_config(folder)
         _refuse_changes_of_the_base(config)
@@ -228,11 +185,7 @@ class BaseIndex:
         return task
 
     def check_heads(self, tasks: Iterable[Task], has_base: bool) -> None:
-        """Check that the rows of a batch, some of which may be the base's, have heads of one size.
-
-        Raises:
-            ValueError: They have not.
-        """
+        """Check that the rows of a batch, some of which may be the base's, have heads of one size."""
         heads = {task.name: task.head_shapes(self.tensors) for task in tasks} | ({BASE: {}} if has_base else {})
         for name in {name for shapes in heads.values() for name in shapes}:
             sizes = {row: shapes.get(name, tuple(self.tensors[name].shape))[:1] for row, shapes in heads.items()}

@@ -16,14 +16,7 @@ from typing import Any
 
 @dataclass(eq=False)
 class _Hold:
-    """One use of the lock, from the wait for it to its end. Any thread may end it, as any thread may step a generator.
-
-    Args:
-        key: What the lock is held for.
-        alone: Whether nobody else may hold it meanwhile.
-        thread: The thread that asked for it.
-        is_over: Whether it has ended.
-    """
+    """One use of the lock, from the wait to its end. Any thread may end it, as any may step a generator."""
 
     key: Hashable
     alone: bool
@@ -41,21 +34,8 @@ _within: ContextVar[tuple[_Hold, ...]] = ContextVar("within", default=())
 class SwitchLock:
     """Any number of holders may share the lock for one key; for another key, all of them must have let go.
 
-    Whoever finds another key in place when all have let go switches it. First come, first served, except that all who
-    wait for the key that was just switched to go in together.
-
-    Args:
-        switch: Called with the new key while nobody holds the lock. If it raises, no key is in place.
-
-    Example:
-
-        >>> keys = []
-        >>> lock = SwitchLock(keys.append)
-        >>> with lock.held("a"), lock.held("a"):
-        ...     pass
-        >>> with lock.held("b"):
-        ...     keys
-        ['a', 'b']
+    Whoever finds another key in place when all have let go calls `switch` with it; if that raises, no key is in place.
+    First come, first served, except that all who wait for the key that was just switched to go in together.
     """
 
     def __init__(self, switch: Callable[[Hashable], None]):
@@ -72,15 +52,7 @@ class SwitchLock:
 
     @contextmanager
     def held(self, key: Hashable, *, alone: bool = False) -> Iterator[None]:
-        """Wait for the lock and hold it within the block.
-
-        Args:
-            key: What it is to be held for.
-            alone: Whether nobody else may hold it at the same time, not even for the same key.
-
-        Raises:
-            RuntimeError: Whoever asks has begun a block for another key, which could not end while it waits.
-        """
+        """Wait for the lock and hold it for a key within the block; `alone`: not with others for this key."""
         hold = _Hold(key, alone, threading.get_ident())
         try:
             self._enter(hold)
@@ -191,12 +163,7 @@ _forking = threading.local()
 
 
 def keep_whole_in_forks(thing: Any, mutex: Any) -> None:
-    """Let forks wait for a thing's mutex, so that the child finds no half-done change.
-
-    Args:
-        thing: The thing. Its `forget_other_threads()` is called in the child.
-        mutex: The re-entrant lock that it is changed under.
-    """
+    """Let forks wait for a thing's re-entrant mutex; in the child, `thing.forget_other_threads()` is called."""
     _mutexes[thing] = mutex
 
 

@@ -22,12 +22,7 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True)
 class Spec:
-    """Dtype and shape of a tensor.
-
-    Args:
-        dtype: Its dtype.
-        shape: Its shape.
-    """
+    """Dtype and shape of a tensor."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -39,19 +34,7 @@ class Spec:
 
 
 class Layout:
-    """Where tensors lie in one buffer, one after the other and aligned.
-
-    Args:
-        specs: The tensors, by name.
-
-    Example:
-
-        >>> layout = Layout({"a": Spec(torch.float32, (2, 3)), "b": Spec(torch.bfloat16, (5,))})
-        >>> layout.nbytes
-        512
-        >>> layout.views(torch.zeros(512, dtype=torch.uint8))["a"].shape
-        torch.Size([2, 3])
-    """
+    """Where tensors lie in one buffer, one after the other and aligned."""
 
     def __init__(self, specs: Mapping[str, Spec]):
         self.specs = dict(specs)
@@ -75,23 +58,7 @@ class NoRoomError(ValueError):
 
 
 class LruBudget(Generic[Key, Value]):
-    """Values whose sizes never exceed a budget together; those that were used least recently are given up.
-
-    Args:
-        name: What to call it in errors.
-        budget: The most bytes that it may hold; None for no limit.
-        on_evict: Called with the key of what is given up.
-
-    Example:
-
-        >>> memory = LruBudget("device", 100)
-        >>> memory.reserve("a", 60); memory.put("a", "A")
-        []
-        >>> memory.reserve("b", 60)
-        ['A']
-        >>> "a" in memory, memory.used
-        (False, 60)
-    """
+    """Values whose sizes never exceed a budget together; those that were used least recently are given up."""
 
     def __init__(self, name: str, budget: int | None, on_evict: Callable[[Key], None] = lambda key: None):
         self.name = name
@@ -114,15 +81,7 @@ class LruBudget(Generic[Key, Value]):
         return self._values[key]
 
     def reserve(self, key: Key, nbytes: int, keep: Collection[Key] = ()) -> list[Value]:
-        """Set room aside for a value, giving up others, the least recently used first.
-
-        Args:
-            key: The value's key.
-            nbytes: Its size.
-            keep: Keys of values that must not be given up.
-
-        Returns:
-            The values that were given up.
+        """Set room aside for a value; gives the values given up for it, the least recently used first, none in `keep`.
 
         Raises:
             NoRoomError: It does not fit. Nothing is given up then.
@@ -166,16 +125,7 @@ class LruBudget(Generic[Key, Value]):
 
 
 def parse_budget(budget: int | str | None) -> int | None:
-    """A budget in bytes, e.g. of `"2GB"`; None stays None.
-
-    Raises:
-        ValueError: It is neither a number of bytes nor such a text.
-
-    Example:
-
-        >>> parse_budget("2GB"), parse_budget(10)
-        (2000000000, 10)
-    """
+    """A budget in bytes, e.g. of `"2GB"`; None stays None."""
     if budget is None or (isinstance(budget, int) and budget >= 0 and not isinstance(budget, bool)):
         return budget
     try:
@@ -188,17 +138,11 @@ def parse_budget(budget: int | str | None) -> int | None:
 
 @dataclass
 class Resident:
-    """A task's tensors on the device.
+    """A task's tensors on the device."""
 
-    Args:
-        tensors: The tensors, by their plain names in the file; all of them lie in `buffer`.
-        buffer: The memory that they share.
-        is_ready: On a GPU, the event after which they may be read.
-    """
-
-    tensors: dict[str, torch.Tensor]
+    tensors: dict[str, torch.Tensor]  # by their plain names in the file; all of them lie in the buffer
     buffer: torch.Tensor
-    is_ready: torch.cuda.Event | None = None
+    is_ready: torch.cuda.Event | None = None  # on a GPU, after which they may be read
 
     def use(self) -> None:
         """Let the current stream read the tensors once they are there, and keep their memory until it has."""

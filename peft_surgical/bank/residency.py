@@ -28,13 +28,7 @@ _NOT_COMPUTED_WITH = {
 
 
 class EagerResidency:
-    """Each task has slots of its own: any number of tasks are in the model at once, and a switch only names one.
-
-    Args:
-        adapters: The model with its wrappers.
-        cache: The tasks' tensors.
-        tasks: All tasks that the bank knows, by name.
-    """
+    """Each task has slots of its own: any number of tasks are in the model at once, and a switch only names one."""
 
     def __init__(self, adapters: InjectedAdapters, cache: TaskCache, tasks: Mapping[str, Task]):
         self._adapters = adapters
@@ -43,12 +37,7 @@ class EagerResidency:
         self._made: dict[Task, AdapterSlots] = {}
 
     def bring(self, task: Task) -> str:
-        """Bring a task to the device and into the model; gives its adapter. No forward runs meanwhile.
-
-        Raises:
-            NoRoomError: It does not fit into the budget.
-            ValueError: Its file cannot be read, or does not fit the base.
-        """
+        """Bring a task to the device and into the model; gives its adapter. No forward runs meanwhile."""
         resident = self._cache.load(task)
         with self._cache.lock, torch.inference_mode(False):
             if task not in self._made:
@@ -92,14 +81,7 @@ class EagerResidency:
     def copies_slots(
         self, adapter: str, copies: Copies, heads: Iterable[str], specs: Mapping[str, Spec]
     ) -> AdapterSlots:
-        """Make slots for a SURGICAL adapter in modules that are wrapped already.
-
-        Args:
-            adapter: The adapter.
-            copies: The tensors that it has copies of.
-            heads: The names of the tensors of its head in the base.
-            specs: Its tensors, by their plain names in the file.
-        """
+        """Make slots for the copies and the head of a SURGICAL adapter, in modules that are wrapped already."""
         tables: list[tuple[Any, Any]] = []
         slots: dict[str, TensorSlot] = {}
         modules = [self._adapters.tuned[path] for path in copies]

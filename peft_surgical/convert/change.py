@@ -21,27 +21,16 @@ CHUNK = 1 << 22  # entries compared at a time, so that differences take little m
 
 @dataclass(frozen=True)
 class WeightChange:
-    """How far one tensor moved.
-
-    Args:
-        name: Its name in the model.
-        module: The path of the module that holds it.
-        stack: The stack of its layer, or None outside all stacks.
-        layer: Its layer, or None.
-        part: What the module is called inside its layer.
-        distance: Norm of the difference; NaN for a tensor that the base lacks or has in another shape.
-        norm: Norm of the base's values.
-        differs: Whether any bit differs.
-    """
+    """How far one tensor moved."""
 
     name: str
-    module: str
-    stack: str | None
+    module: str  # the path of the module that holds it
+    stack: str | None  # None outside all stacks
     layer: int | None
-    part: str
-    distance: float
-    norm: float
-    differs: bool
+    part: str  # what the module is called inside its layer
+    distance: float  # the norm of the difference; NaN for a tensor that the base lacks or has in another shape
+    norm: float  # of the base's values
+    differs: bool  # whether any bit does
 
     @property
     def is_new(self) -> bool:
@@ -76,11 +65,7 @@ class WeightChanges(list[WeightChange]):
         return (change for change in self if change.layer is not None)
 
     def plot(self, path: str | os.PathLike) -> None:
-        """Draw a heat map, a layer per column and a sub-layer per row.
-
-        Args:
-            path: The image file to write. Needs matplotlib.
-        """
+        """Draw a heat map, a layer per column and a sub-layer per row. Needs matplotlib."""
         from matplotlib.figure import Figure
 
         distances = self.by_part()
@@ -102,17 +87,7 @@ class WeightChanges(list[WeightChange]):
 def measure_changes(
     base: Mapping[str, torch.Tensor], tuned: Mapping[str, torch.Tensor], model: nn.Module, *, progress: bool = False
 ) -> WeightChanges:
-    """Compare two sets of a model's tensors, one tensor at a time.
-
-    Args:
-        base: The tensors before, by the model's names.
-        tuned: The tensors after.
-        model: The model that the names are from; it may be on the meta device.
-        progress: Whether to show a progress bar.
-
-    Raises:
-        ValueError: `tuned` lacks a tensor of the model.
-    """
+    """Compare two sets of a model's tensors, by the model's names, one tensor at a time."""
     places = locate_tensors(model)
     changes = WeightChanges()
     for name in tqdm(model.state_dict(), disable=not progress, desc="Comparing"):

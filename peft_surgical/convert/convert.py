@@ -100,15 +100,7 @@ def export_lora(adapter: str | os.PathLike, output: str | os.PathLike, *, head: 
 
 
 def base_of(saved: AdapterFile, base: str | os.PathLike | None = None) -> Checkpoint:
-    """The checkpoint of an adapter's base.
-
-    Args:
-        saved: The adapter.
-        base: The base; by default the one that the adapter's config names.
-
-    Raises:
-        ValueError: Neither names a base.
-    """
+    """The checkpoint of an adapter's base, by default the one that the adapter's config names."""
     source = base or saved.config.base_model_name_or_path
     if not source:
         raise ValueError(f"{saved.source} does not name its base. Give base=... (--base).")

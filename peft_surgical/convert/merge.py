@@ -133,13 +133,7 @@ def _from_memory(merged: nn.Module) -> dict[str, _Replacement]:
 
 
 class _Merge:
-    """A merged checkpoint, with the names that the base's checkpoint has.
-
-    Args:
-        before: The base.
-        model: The merged model; it may be on the meta device.
-        replaced: What the adapter has, by the model's names.
-    """
+    """A merged checkpoint, with the names that the base's checkpoint has; `replaced` is by the model's names."""
 
     def __init__(self, before: Checkpoint, model: Any, replaced: Mapping[str, _Replacement]):
         self.before, self.model, self.replaced = before, model, replaced
@@ -233,11 +227,7 @@ class _Merge:
 
 
 def check_adapter(saved: AdapterFile, old: ModelTensors) -> None:
-    """Check a saved adapter as loading does: that it is whole, and for this base. Nothing is written before.
-
-    Raises:
-        ValueError: It is not. The message names the first difference.
-    """
+    """Check a saved adapter as loading does: that it is whole, and for this base. Nothing is written before."""
     config: Any = saved.config
     if not isinstance(config, DeltaConfig):
         return

@@ -37,19 +37,12 @@ _HUB_OPTIONS = inspect.signature(hf_hub_download).parameters.keys() - {
 
 @dataclass(frozen=True)
 class Entry:
-    """One trained tensor in an adapter's file.
+    """One trained tensor in an adapter's file."""
 
-    Args:
-        key: Its plain name in the file.
-        name: The name in the base model of what it replaces, or stands beside.
-        is_copy: Whether it is a tuned copy of a tensor of the base, which an encoding may be applied to.
-        suffixes: What the file has of it: `""` for the plain tensor, else the parts of its encoding.
-    """
-
-    key: str
-    name: str
-    is_copy: bool
-    suffixes: list[str] = field(default_factory=list)
+    key: str  # its plain name in the file
+    name: str  # in the base, of what it replaces or stands beside
+    is_copy: bool  # of a tensor of the base, so that an encoding may be applied to it
+    suffixes: list[str] = field(default_factory=list)  # of what the file has: "" if plain, or an encoding's parts
 
     @property
     def encoding(self) -> str:
@@ -66,24 +59,14 @@ class Entry:
 
 
 class AdapterFile:
-    """A saved adapter of any PEFT method, its tensors by the names that they have in the loaded base.
-
-    Args:
-        source: What to call it in errors.
-        folder: Its folder.
-        config: Its config.
-        present_name: What a tensor is called here, by its name in the file.
-
-    Raises:
-        ValueError: Its file of tensors is missing or damaged. The message names it.
-    """
+    """A saved adapter of any PEFT method, its tensors by the names that they have in the loaded base."""
 
     def __init__(
         self,
         source: str,
         folder: str | os.PathLike,
         config: PeftConfig,
-        present_name: Callable[[str], str] = lambda name: name,
+        present_name: Callable[[str], str] = lambda name: name,  # what a tensor is called here, by its name there
     ):
         self.source, self.folder, self.config = source, folder, config
         path = os.path.join(folder, SAFETENSORS_WEIGHTS_NAME)
@@ -93,15 +76,7 @@ class AdapterFile:
         self.entries = entries(self.file)
 
     def decode(self, entry: Entry, base: torch.Tensor | None = None) -> torch.Tensor:
-        """The trained values of one tensor.
-
-        Args:
-            entry: The tensor.
-            base: The base's own, which an encoded tensor needs.
-
-        Raises:
-            ValueError: The tensor is encoded, and `base` is missing or another one.
-        """
+        """The trained values of one tensor, which need the base's own if it is encoded."""
         parts = {key: self.file[key] for key in entry.keys().values()}
         try:
             return decode_tensors(parts, {} if base is None else {entry.key: base})[entry.key]
@@ -114,24 +89,12 @@ class AdapterFile:
 
 
 def entries(names: Iterable[str]) -> list[Entry]:
-    """The trained tensors in an adapter's file, from the names in its header.
-
-    Example:
-
-        >>> entries(["base_model.model.pooler.surgical_params.dense|weight"])[0].name
-        'pooler.dense.weight'
-    """
+    """The trained tensors in an adapter's file, from the names in its header."""
     return [entry_of(key, list(parts)) for key, parts in group_parts(dict.fromkeys(names)).items()]
 
 
 def touched_names(names: Iterable[str]) -> set[str]:
-    """The names in the base of the tensors that those of an adapter's file stand for or add to.
-
-    Example:
-
-        >>> touched_names(["base_model.model.query.lora_A.weight", "base_model.model.classifier.weight"])
-        {'query.weight'}
-    """
+    """The names in the base of the tensors that those of an adapter's file stand for or add to."""
     found = entries(names)
     copies = {entry.name for entry in found if entry.is_copy}
     return copies | {f"{e.name.partition('.lora_')[0]}.weight" for e in found if not e.is_copy and ".lora_" in e.name}
@@ -180,24 +143,11 @@ def write_adapter(
 def encode_tensor(
     name: str, trained: torch.Tensor, base: torch.Tensor | None, encoding: str
 ) -> dict[str, torch.Tensor]:
-    """Write one tensor with an encoding, or plain where the encoding does not suit it.
+    """One tensor as a file has it, by name: encoded as a difference to the base's own, of any dtype, or plain.
 
-    Args:
-        name: The tensor's plain name in the file.
-        trained: The trained tensor.
-        base: The base's own tensor, of any dtype. Without one of the same shape the trained tensor stays plain.
-        encoding: `"values"`, or a name in `ENCODINGS`.
-
-    Returns:
-        The tensors for the file, by name. Tensors of one dimension (biases, norms) stay plain, as do those that would
-        not get smaller, and those with values that are not finite where the encoding is lossy. Lossy encodings add
-        `name:error`, a float32 tensor of shape (2,): the norm of the error and the norm of the difference.
-
-    Example:
-
-        >>> parts = encode_tensor("weight", torch.ones(2, 8), torch.zeros(2, 8), "sign")
-        >>> sorted(parts)
-        ['weight:error', 'weight:sign', 'weight:sign_scale']
+    Plain stay tensors of one dimension (biases, norms), those without a base of the same shape, those that would not
+    get smaller, and, where the encoding is lossy, those with values that are not finite. Lossy encodings add
+    `name:error`, a float32 tensor of shape (2,): the norm of the error and the norm of the difference.
     """
     trained = trained.detach()
     if encoding == "values" or base is None or base.shape != trained.shape:
@@ -219,15 +169,7 @@ def encode_tensor(
 
 
 def decode_tensors(tensors: Mapping[str, torch.Tensor], bases: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Turn encoded tensors into trained ones; plain ones pass through.
-
-    Args:
-        tensors: The tensors of a file, by name.
-        bases: The base's own tensors, by the plain name of the trained ones.
-
-    Raises:
-        ValueError: An encoded tensor has no base, cannot be decoded, or was not encoded against this base.
-    """
+    """Turn encoded tensors into trained ones, with the base's own by their plain names; plain ones pass through."""
     decoded = {}
     for name, parts in group_parts(tensors).items():
         if "" in parts:
@@ -248,24 +190,12 @@ def decode_tensors(tensors: Mapping[str, torch.Tensor], bases: Mapping[str, torc
 
 
 def as_plain(key: str) -> str:
-    """The plain name of the tensor that a key in a file is, or is a part of.
-
-    Example:
-
-        >>> as_plain("weight:int8_scale")
-        'weight'
-    """
+    """The plain name of the tensor that a key in a file is, or is a part of."""
     return key.partition(SEPARATOR)[0]
 
 
 def group_parts(tensors: Mapping[str, object]) -> dict[str, dict]:
-    """What a file holds for each plain name: by suffix, the suffix of a plain tensor being empty.
-
-    Example:
-
-        >>> group_parts({"a": 1, "b:int8": 2, "b:int8_scale": 3})
-        {'a': {'': 1}, 'b': {'int8': 2, 'int8_scale': 3}}
-    """
+    """What a file holds for each plain name: by suffix, the suffix of a plain tensor being empty."""
     groups: dict[str, dict] = {}
     for key, value in tensors.items():
         name, _, suffix = key.partition(SEPARATOR)
@@ -274,11 +204,7 @@ def group_parts(tensors: Mapping[str, object]) -> dict[str, dict]:
 
 
 def encoding_of(suffixes: Collection[str]) -> str:
-    """The encoding that the parts of one tensor belong to.
-
-    Raises:
-        ValueError: It is not known.
-    """
+    """The encoding that the parts of one tensor belong to."""
     if "" in suffixes:
         return "values"
     for name in ENCODINGS:

@@ -32,13 +32,7 @@ _HALF = ":first half"
 
 
 def base_tensors(model: nn.Module, path: str = "") -> dict[str, torch.Tensor]:
-    """The base's own tensors by name, whatever adapters are around it or merged into it; tied ones by all names.
-
-    Example:
-
-        >>> sorted(base_tensors(nn.BatchNorm1d(2, affine=False)))
-        ['num_batches_tracked', 'running_mean', 'running_var']
-    """
+    """The base's own tensors by name, whatever adapters are around it or merged into it; tied ones by all names."""
     if isinstance(model, AuxiliaryTrainingWrapper):
         return base_tensors(model.original_module, path)
     if isinstance(model, BaseTunerLayer):
@@ -58,14 +52,8 @@ def describe_base(
 ) -> dict[str, Any]:
     """What makes a base model the one that an adapter was trained on, as plain data.
 
-    Args:
-        model: The base model, with or without adapters.
-        tensors: Names and tensors, if they are not those that it holds.
-        left_out: Modules that each adapter has of its own, as in `modules_to_save`: heads.
-
-    Returns:
-        `architecture` (the model's class), `model_type`, `layers` (depth by stack), `vocab_size` and `tensors` (a
-        fingerprint by name). Only a handful of values is read per tensor, so this costs milliseconds.
+    Modules in `left_out`, heads, are each adapter's own. A handful of values is read per tensor: that costs
+    milliseconds.
     """
     shape = _shape_of_model(model)
     marks: dict[str, str] = {}
@@ -85,15 +73,7 @@ def check_base(
 ) -> None:
     """Check that a model is the base that `describe_base` described, whatever its dtype.
 
-    Args:
-        record: The description.
-        model: The model.
-        tensors: The base's tensors, by name.
-        touched: The names of those that the adapter changes, which must be there.
-        present_name: The name that a tensor of the record has in the model.
-
-    Raises:
-        ValueError: It is another one. The message names the first difference and what to do.
+    It must have the tensors in `touched`. `present_name` gives the name in the model of a tensor in the record.
     """
     found = _shape_of_model(model)
     for key, what in (("model_type", "model type"), ("layers", "number of layers"), ("vocab_size", "vocabulary size")):
@@ -143,11 +123,7 @@ def with_vocabulary(record: dict[str, Any], model: nn.Module) -> dict[str, Any]:
 
 
 def check_record(record: Any) -> None:
-    """Check that something is what `describe_base` gives, or a part of it.
-
-    Raises:
-        ValueError: It is not.
-    """
+    """Check that something is what `describe_base` gives, or a part of it."""
     kinds = {"architecture": str, "model_type": str, "layers": dict, "vocab_size": int, "tensors": dict}
     whole = isinstance(record, dict) and all(
         value is None or (key in kinds and isinstance(value, kinds[key])) for key, value in record.items()
@@ -178,11 +154,6 @@ def fingerprint(tensor: torch.Tensor, vocab_size: int | None = None) -> str:
 
     Of a tensor with a row per token they are of the first half, and the text says so: what was added to a vocabulary
     has values of chance.
-
-    Example:
-
-        >>> fingerprint(torch.zeros(3, dtype=torch.bfloat16))
-        'bfloat16:AAAAAAAAAAAAAAAA'
     """
     is_half = vocab_size is not None and vocab_size > 1 and tensor.shape[:1] == (vocab_size,)
     values = _sample(tensor, is_half).float().numpy().astype("<f4")

@@ -21,11 +21,7 @@ from peft_surgical.files.safetensors_io import HEADER, Header, TensorFile, check
 
 
 def read_header(file: BinaryIO) -> tuple[dict[str, Any], int]:
-    """The header of a safetensors file, and where its data begin.
-
-    Raises:
-        ValueError: It is cut off, or no JSON.
-    """
+    """The header of a safetensors file, and where its data begin."""
     length = int.from_bytes(file.read(8), "little")
     if not 2 <= length <= os.fstat(file.fileno()).st_size - 8:
         raise ValueError("its header is cut off")
@@ -33,16 +29,9 @@ def read_header(file: BinaryIO) -> tuple[dict[str, Any], int]:
 
 
 def add_header(path: Path, base: Mapping[str, Any]) -> str:
-    """Put the record of the base and checksums into a safetensors file that has none.
+    """Put the record of the base and checksums into a safetensors file that has none; gives `Header.saved`.
 
     The file is replaced at once, by one with the permissions of any new file.
-
-    Args:
-        path: The file, as it was just written.
-        base: What the base is like, see `describe_base`.
-
-    Returns:
-        What `adapter_config.json` is to know the file by.
     """
     with open(path, "rb") as old:
         entries, start = read_header(old)
@@ -78,17 +67,10 @@ class Spec(Protocol):
 def decoded_shapes(
     specs: Mapping[str, Spec], expected: Mapping[str, Shape], base: Mapping[str, torch.Tensor] | None, source: str
 ) -> dict[str, Shape]:
-    """The shapes that a file's tensors will have once decoded, from its header alone.
+    """The shapes that a file's tensors will have once decoded, from its header alone, which is checked.
 
-    Args:
-        specs: The shapes and dtypes in the file, by name.
-        expected: The shapes of the trained tensors, by plain name.
-        base: The base's own tensors by name, if they are known; what stands for one has its dtype, or a floating one.
-        source: What to call the file in errors.
-
-    Raises:
-        ValueError: The parts of an encoded tensor are not just those of an encoding, with the shapes that it needs, or
-            a tensor has a dtype that it cannot have.
+    The parts of an encoded tensor must be just those of an encoding, with the dtypes and shapes that it needs.
+    `expected` has the shapes of the trained tensors by plain name; `base`, where it is known, the base's own tensors.
     """
     decoded: dict[str, Shape] = {}
     for name, parts in group_parts(specs).items():
@@ -138,33 +120,14 @@ def check_file(
     *,
     is_known: Callable[[str], bool] = lambda name: False,
 ) -> None:
-    """Check the header of a file of tensors; no values are read.
-
-    Args:
-        file: A safetensors file.
-        expected: The shapes that its tensors should have, by name.
-        base: The base's own tensors, by name.
-        is_known: Whether a tensor that is not expected may be there all the same.
-
-    Raises:
-        ValueError: A tensor is missing, unknown, empty or of another shape or dtype. The message names the file and
-            the first such tensor.
-    """
+    """Check the header of a file: it has the expected tensors, and beside them only such as `is_known` tells of."""
     source = str(file.path)
     shapes = decoded_shapes({name: file.meta(name) for name in file}, expected, base, source)
     check_tensors({n: torch.Size(s) for n, s in shapes.items()}, expected, source=source, is_known=is_known)
 
 
 def read_state(file: TensorFile, bases: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """All tensors of a file by their names there, decoded where their base is known and has values.
-
-    Args:
-        file: The file of an adapter.
-        bases: The base's own tensors, by the plain names in the file of what is encoded against them.
-
-    Raises:
-        ValueError: A tensor is damaged or cannot be decoded. The message names it and the file.
-    """
+    """All tensors of a file by their names there, decoded where their base is known and has values."""
     named = {file.names_in_file[name]: name for name in file}
     known = {as_plain(key): bases[as_plain(name)] for key, name in named.items() if as_plain(name) in bases}
     known = {key: base for key, base in known.items() if not base.is_meta}
@@ -205,16 +168,7 @@ def check_tensors(
 
 
 def check_gathered(tensors: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Size], *, source: str) -> None:
-    """Check that tensors which are to be saved are whole.
-
-    Args:
-        tensors: The tensors, by name.
-        expected: The shapes that they should have.
-        source: What to call them in errors.
-
-    Raises:
-        ValueError: One is a process's share of a sharded tensor. The message names it.
-    """
+    """Check that tensors which are to be saved are whole, not a process's share of them."""
     partial = [name for name, tensor in tensors.items() if 0 < tensor.numel() < expected[name].numel()]
     for name in sharded(tensors) + partial:
         raise ValueError(f"{source}: the tensor {name!r} is one process's share of it. {_GATHER}")

@@ -36,15 +36,7 @@ _SIDE_FILES = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")
 
 
 class Checkpoint:
-    """A model as `save_pretrained` writes it: `config.json` and one or several files of tensors.
-
-    Args:
-        source: A folder, or the name of a model on the hub. Safetensors files, sharded or not, and PyTorch's own are
-            understood.
-
-    Raises:
-        ValueError: There is no such checkpoint, or a file of it is missing or damaged. The message names it.
-    """
+    """A model as `save_pretrained` writes it, in a folder or on the hub: `config.json` and files of tensors."""
 
     def __init__(self, source: str | os.PathLike):
         self.source = os.fspath(source)
@@ -97,12 +89,7 @@ class Checkpoint:
 
 
 class ModelTensors(Mapping[str, torch.Tensor]):
-    """The tensors of a checkpoint that a model has, by the model's names, read when asked for.
-
-    Args:
-        checkpoint: The checkpoint.
-        model: The model; it may be on the meta device.
-    """
+    """The tensors of a checkpoint that a model, maybe a meta one, has, by the model's names, read when asked for."""
 
     def __init__(self, checkpoint: Checkpoint, model: nn.Module):
         self.checkpoint = checkpoint
@@ -140,15 +127,7 @@ class ModelTensors(Mapping[str, torch.Tensor]):
     def in_checkpoint(self, source: str, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """New values of a model's tensors as the checkpoint has them: what is converted in loading, converted back.
 
-        Args:
-            source: A tensor of the checkpoint.
-            values: The values by the model's names, of all in `names[source]`.
-
-        Returns:
-            The values of all tensors in `group_of(source)`.
-
-        Raises:
-            ValueError: transformers does not know how to convert them back.
+        `values` are, by the model's names, those of all in `names[source]`; the result has all in `group_of(source)`.
         """
         group = self._groups.get(source)
         return {source: next(iter(values.values()))} if group is None else group.revert(values, self._model)
@@ -177,16 +156,7 @@ class ModelTensors(Mapping[str, torch.Tensor]):
 
 
 def empty_model(source: Checkpoint, architecture: str | None = None, **changes: Any) -> nn.Module:
-    """A checkpoint's model on the meta device: all of its names and shapes, and no values.
-
-    Args:
-        source: The checkpoint.
-        architecture: The model's class, if not the one in the checkpoint's config.
-        **changes: Settings of the config that differ, e.g. `num_labels`.
-
-    Raises:
-        ValueError: The class is not part of transformers.
-    """
+    """A checkpoint's model, or another class of it, on the meta device. `changes` are settings of its config."""
     config = AutoConfig.from_pretrained(source.folder)
     for name, value in changes.items():
         setattr(config, name, value)
@@ -247,11 +217,7 @@ def _translate(
 
 
 def _read_pickled(path: Path) -> dict[str, torch.Tensor]:
-    """The tensors of a file that `torch.save` wrote, such as a `pytorch_model.bin`; mapped where its format allows.
-
-    Raises:
-        ValueError: It holds something else than tensors by name, or is damaged.
-    """
+    """The tensors of a file that `torch.save` wrote, such as a `pytorch_model.bin`; mapped where its format allows."""
     try:
         # before PyTorch 1.6 such files were not zip archives, and cannot be mapped
         found: Any = torch.load(path, map_location="cpu", mmap=zipfile.is_zipfile(path), weights_only=True)

@@ -192,23 +192,14 @@ ENCODINGS: dict[str, Encoding] = {
 
 
 def find_encoding(name: str) -> Encoding:
-    """The encoding with a name.
-
-    Raises:
-        ValueError: There is none.
-    """
+    """The encoding with a name."""
     if name not in ENCODINGS:
         raise ValueError(f"encoding={name!r} is not known; allowed are {', '.join(['values', *ENCODINGS])}.")
     return ENCODINGS[name]
 
 
 def values_nbytes(encoding: str, codes: torch.Tensor) -> int:
-    """The size in bytes that the plain values of an encoded tensor would have: in float32 if they were rounded.
-
-    Args:
-        encoding: The encoding's name.
-        codes: The tensor in the file whose suffix is that name. What does not fill a whole code is rounded up.
-    """
+    """The size in bytes of an encoded tensor's plain values, in float32 if rounded; `codes` is its first part."""
     chosen = find_encoding(encoding)
     if chosen.lossy:
         return codes.numel() * chosen.entries_per_code * 4

@@ -50,18 +50,10 @@ _ASIDE = ".writing"
 
 @dataclass(frozen=True)
 class Header:
-    """What this package adds to an adapter's file.
+    """What this package adds to an adapter's file."""
 
-    Args:
-        base: What the base was like, see `describe_base`.
-        checksums: The checksum of each tensor, by its name in the file.
-
-    Raises:
-        ValueError: These are of other types.
-    """
-
-    base: dict[str, Any]
-    checksums: dict[str, int]
+    base: dict[str, Any]  # see `describe_base`
+    checksums: dict[str, int]  # by the tensors' names in the file
 
     def __post_init__(self) -> None:
         if not isinstance(self.base, dict) or not isinstance(self.checksums, dict):
@@ -78,28 +70,13 @@ class Header:
         return f"{zlib.crc32(json.dumps(self.checksums, sort_keys=True).encode()):08x}"
 
     def check(self, name: str, found: int) -> None:
-        """Check a tensor's checksum.
-
-        Raises:
-            ValueError: It is another one.
-        """
+        """Check a tensor's checksum."""
         if self.checksums.get(name) != found:
             raise ValueError(f"the tensor {name!r} is damaged: its checksum is wrong")
 
 
 def checksum(dtype: str, shape: Sequence[int], data: np.ndarray) -> int:
-    """A checksum of a tensor: of its dtype, its shape, and the sums of each 4 KiB, which take a third of the time.
-
-    Args:
-        dtype: The dtype as safetensors writes it.
-        shape: The shape.
-        data: The bytes.
-
-    Example:
-
-        >>> checksum("U8", [2], np.array([1, 2], np.uint8)) != checksum("U8", [2], np.array([1, 3], np.uint8))
-        True
-    """
+    """A checksum of a tensor: of its dtype, its shape, and the sums of each 4 KiB, which take a third of the time."""
     whole = len(data) // _PAGE * _PAGE
     start = zlib.crc32(f"{dtype}{list(shape)}".encode())
     if whole:
@@ -109,15 +86,7 @@ def checksum(dtype: str, shape: Sequence[int], data: np.ndarray) -> int:
 
 
 class TensorFile(Mapping[str, torch.Tensor]):
-    """A safetensors file, memory-mapped. Tensors that have a checksum are checked when they are read.
-
-    Args:
-        path: The file.
-        present_name: What a tensor is called here, by its name in the file.
-
-    Raises:
-        ValueError: It cannot be read as a safetensors file, or a tensor is not the one that was written.
-    """
+    """A safetensors file, memory-mapped. Tensors that have a checksum are checked when they are read."""
 
     def __init__(self, path: str | os.PathLike, present_name: Callable[[str], str] = lambda name: name):
         self.path = Path(path)
@@ -206,19 +175,7 @@ def _remove(path: Path) -> None:
 
 
 def write_tensors(path: str | os.PathLike, tensors: Mapping[str, torch.Tensor]) -> int:
-    """Write a safetensors file, which appears whole or not at all, with the permissions of any new file.
-
-    Returns:
-        The size of its tensors in bytes.
-
-    Example:
-
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     write_tensors(f"{folder}/a.safetensors", {"x": torch.zeros(2)})
-        ...     TensorFile(f"{folder}/a.safetensors")["x"]
-        8
-        tensor([0., 0.])
-    """
+    """Write a safetensors file whole or not at all, with any new file's mode; gives its tensors' bytes."""
     whole: dict[str, torch.Tensor] = {}
     seen: set[int] = set()
     for name, tensor in tensors.items():
@@ -249,12 +206,8 @@ def write_checkpoint(
 ) -> None:
     """Write a model's tensors as transformers does: one file, or several and an index; one is in memory at a time.
 
-    Args:
-        folder: Where to write. If anything fails, what is there stays as it is.
-        plan: The tensors by name, on the meta device: their shapes and dtypes.
-        read: Gives the tensor with a name.
-        max_shard_size: The size in bytes that no file exceeds, unless by one tensor alone.
-        place: The file of each tensor, without `max_shard_size`.
+    `plan` has their shapes and dtypes. They are divided by `max_shard_size`, in bytes, or go to the files in `place`.
+    If anything fails, what is in the folder stays as it is.
     """
     if place is None:
         assert max_shard_size is not None
@@ -274,11 +227,7 @@ def write_checkpoint(
 
 
 def download(name: str, patterns: Sequence[str]) -> Path:
-    """Fetch the files of a model on the hub that match, and give their folder.
-
-    Raises:
-        ValueError: There is no such model, or it cannot be downloaded.
-    """
+    """Fetch the files of a model on the hub that match, and give their folder."""
     try:
         return Path(snapshot_download(name, allow_patterns=list(patterns)))
     except Exception as error:  # offline, no such repository, not a name at all: the hub library has many kinds

@@ -60,14 +60,10 @@ def before_training(tuner: Any) -> None:
 
 
 def warn_of_surprises(tuner: Any, frozen_on_purpose: Collection[str] = ()) -> None:
-    """Warn if something else is trained than the active adapters say.
+    """Warn if something else is trained than the active adapters say, but for those that PEFT's own functions froze.
 
     Frameworks and helpers (`prepare_model_for_kbit_training`) freeze or unfreeze parameters by their own rules.
     Without this, training would do nothing, or would change weights that are not saved, in silence.
-
-    Args:
-        tuner: The tuner.
-        frozen_on_purpose: Adapters that were frozen by PEFT's own functions.
     """
     for_inference = [name for name in tuner.active_adapters if tuner.peft_config[name].inference_mode]
     active = [name for name in tuner.active_adapters if name not in {*frozen_on_purpose, *for_inference}]

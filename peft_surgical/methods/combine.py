@@ -31,15 +31,8 @@ class LoraCombination:
 
     LoRA's difference is a product of two matrices. A weighted sum of such products is the product of the matrices put
     side by side (`"cat"`), whose rank is the sum of the ranks: exact. All others compute the combined difference and
-    cut it to a lower rank, as well as that rank allows.
-
-    Args:
-        kind: One of `LORA_COMBINATIONS`. Those with `svd` in their name cut to `svd_rank`, or the highest of the
-            ranks; the others need equal ranks and keep them.
-        svd_rank: The rank to cut to.
-        svd: Further options of PEFT for the decomposition: `clamp`, `full_matrices`, `driver`.
-        density: The share of values that pruning keeps.
-        majority_sign_method: See PEFT.
+    cut it to a lower rank, as well as that rank allows: those with `svd` in their name to `svd_rank`, or the highest
+    of the ranks; the others need equal ranks and keep them.
     """
 
     kind: str
@@ -58,11 +51,7 @@ class LoraCombination:
         return "linear" if self.kind in ("cat", "svd") else self.kind.removesuffix("_svd")
 
     def set_rank(self, united: LoraConfig, configs: Sequence[LoraConfig]) -> None:
-        """Give a config the rank of the result, and scaling 1.
-
-        Raises:
-            ValueError: The ranks differ and the combination needs equal ones, or LoRA makes no plain sum.
-        """
+        """Give a config the rank of the result, and scaling 1."""
         for option in ("use_dora", "lora_bias"):
             if any(getattr(config, option) for config in configs):
                 raise ValueError(f"Adapters with {option}=True cannot be combined: they are no sums of differences.")
@@ -170,15 +159,7 @@ def add_weighted_adapter(
 
 
 def united_config(tuner: Any, configs: Mapping[str, Any]) -> Any:
-    """A config that chooses what any of several configs chooses.
-
-    Args:
-        tuner: The tuner of the model that the configs have been resolved on.
-        configs: The configs by a name for each, for errors.
-
-    Raises:
-        ValueError: No config can say that, or the tasks have different labels.
-    """
+    """A config that chooses what any of several configs, resolved on the tuner's model, chooses."""
     first = next(iter(configs.values()))
     labels = {name: (config.labels or {}).get("num_labels") for name, config in configs.items()}
     if len(set(labels.values())) > 1:

@@ -108,11 +108,7 @@ class DeltaConfig(PeftConfig):
         return config
 
     def check_loaded(self) -> None:
-        """Check what a file of a stranger could say to take time or memory without end.
-
-        Raises:
-            ValueError: It does.
-        """
+        """Check what a file of a stranger could say to take time or memory without end."""
         ranking = getattr(self, "ranking", None)
         if isinstance(ranking, str):
             raise ValueError(
@@ -172,11 +168,7 @@ class DeltaConfig(PeftConfig):
         return names <= set(group_parts(TensorFile(weights)))
 
     def open_weights(self) -> TensorFile | None:
-        """The file of tensors that belongs to this config, if it was read from a folder or the hub.
-
-        Raises:
-            ValueError: It is damaged, or was not saved together with this config. The message names it.
-        """
+        """The file of tensors that belongs to this config, if it was read from a folder or the hub."""
         if (opened := vars(self).get("_opened")) is not None:
             return opened
         source = getattr(self, "_source", None)
@@ -203,11 +195,7 @@ class DeltaConfig(PeftConfig):
         checked.source, checked.state = self._source[:2], state  # type: ignore[attr-defined]
 
     def take_header(self, header: Header | None, path: Path) -> None:
-        """Take the record of the base from the header of the file of tensors.
-
-        Raises:
-            ValueError: The file was not saved together with this config. The message names it.
-        """
+        """Take the record of the base from the header of the tensors' file, which was saved with this config."""
         if self.saved is not None and (header is None or header.saved != self.saved):
             raise ValueError(
                 f"{path} was not saved together with the adapter_config.json beside it. If another process is saving "
@@ -241,14 +229,7 @@ class DeltaConfig(PeftConfig):
 
 
 def open_adapter(source: str | os.PathLike) -> AdapterFile:
-    """Open a saved adapter, to be read tensor by tensor.
-
-    Args:
-        source: Its folder, or its name on the hub.
-
-    Raises:
-        ValueError: A file is missing or damaged. The message names it.
-    """
+    """Open a saved adapter, in a folder or on the hub, to be read tensor by tensor."""
     folder = source if os.path.isdir(source) else download(os.fspath(source), ["adapter_*"])
     config, present_name = read_config(folder)
     saved = AdapterFile(os.fspath(source), folder, config, present_name)
@@ -261,11 +242,7 @@ def open_adapter(source: str | os.PathLike) -> AdapterFile:
 
 
 def read_config(folder: str | os.PathLike) -> tuple[PeftConfig, Callable[[str], str]]:
-    """The config of a saved adapter, of whatever method, and what its file's tensors are called in the base at hand.
-
-    Raises:
-        ValueError: It is missing, damaged, of a method that is not known, or written by a later version.
-    """
+    """The config of a saved adapter of any method, and what its file's tensors are called in the base at hand."""
     try:
         cls = PEFT_TYPE_TO_CONFIG_MAPPING[PeftConfig._get_peft_type(os.fspath(folder))]
     except (ValueError, KeyError, OSError, TypeError, AttributeError) as error:

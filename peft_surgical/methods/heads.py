@@ -83,14 +83,7 @@ def apply_label_settings(model: nn.Module, settings: dict[str, Any]) -> None:
 def head_shapes(
     model: nn.Module, modules_to_save: Sequence[str], num_labels: int, num_labels_of_base: int
 ) -> dict[str, torch.Size]:
-    """The shapes of the tensors that an adapter's head will have, by their names in the model.
-
-    Args:
-        model: The model, with or without adapters in it.
-        modules_to_save: The names that PEFT matches with the ends of the modules' paths.
-        num_labels: How many labels the adapter's task has.
-        num_labels_of_base: How many the base's head has.
-    """
+    """The shapes of the tensors that an adapter's head will have, for as many labels, by their names in the model."""
     shapes: dict[str, torch.Size] = {}
     heads: list[str] = []
     for path, module in model.named_modules():
@@ -108,17 +101,7 @@ def head_shapes(
 
 
 def resize_heads(model: nn.Module, adapter_name: str, num_labels: int, num_labels_of_base: int) -> None:
-    """Give an adapter's copy of the head as many outputs as its task has labels.
-
-    Args:
-        model: The model with the adapter in it.
-        adapter_name: The adapter.
-        num_labels: What the adapter's task needs.
-        num_labels_of_base: What the base's head has.
-
-    Raises:
-        ValueError: The head has no linear module with one output per label, so it is not known what to resize.
-    """
+    """Give an adapter's copy of the head as many outputs as its task has labels."""
     if num_labels == num_labels_of_base:
         return
     resized = False
@@ -158,11 +141,7 @@ def _output_module(head: nn.Module, num_labels: int) -> str | None:
 
 
 def embedding_tensors(model: nn.Module) -> dict[str, str]:
-    """The base's embeddings, which PEFT saves along on demand or if they were resized.
-
-    Returns:
-        By the names that their tensors then have in a file, the paths of the modules.
-    """
+    """The paths of the embeddings, which PEFT saves on demand or if resized, by their tensors' names in a file."""
     found: dict[str, str] = {}
     for embedding in token_embeddings(model):
         for path, module in model.named_modules():
@@ -186,11 +165,7 @@ def changed_embeddings(file: TensorFile, model: nn.Module, base: Mapping[str, to
 
 
 def check_own(tensors: Mapping[str, torch.Tensor], model: nn.Module) -> None:
-    """Check that tensors, by their names in a file, are the base's own, which loading never changes.
-
-    Raises:
-        ValueError: One has other values. The message names it.
-    """
+    """Check that tensors, by their names in a file, are the base's own, which loading never changes."""
     base = base_tensors(unwrap(model)) if tensors else {}
     for name, tensor in tensors.items():
         own = base.get(base_path(name))

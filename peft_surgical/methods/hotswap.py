@@ -86,16 +86,7 @@ def prepare_model_for_hotswap(
 def swap_in(model: nn.Module, state: Mapping[str, torch.Tensor], adapter_name: str, config: Any) -> None:
     """Put a saved adapter's values into an adapter of the model. Modules that it does not tune get the base's values.
 
-    Args:
-        model: The `PeftModel`, compiled or not.
-        state: The tensors of the saved adapter, by their names in its file.
-        adapter_name: The adapter in the model that takes the values.
-        config: The saved adapter's config.
-
-    Raises:
-        ValueError: The adapter does not fit: another base, modules that the adapter in the model does not have, or
-            another shape. Nothing is changed then.
-        TypeError: The model is not a `PeftModel` with an adapter of this package.
+    Nothing is changed if it does not fit: another base, modules that have no room here, another shape.
     """
     tuner = _tuner(model, adapter_name)
     if any(adapter_name in m.merged_adapters for m in tuner.model.modules() if isinstance(m, BaseTunerLayer)):

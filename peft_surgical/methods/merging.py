@@ -18,11 +18,7 @@ from peft_surgical.copies.select import admit_untied_embeddings, forget_original
 
 
 def unload(tuner: Any, merge: bool, progressbar: bool, safe_merge: bool, adapter_names: list[str] | None) -> Any:
-    """Put the base's modules back in the places of their wrappers; the arguments are PEFT's.
-
-    Returns:
-        The model without wrappers: with the weights of the adapters if merged, else the base as it was.
-    """
+    """Put the base's modules, merged or not, back in the places of their wrappers; the arguments are PEFT's."""
     wrapped = [
         (name, module)
         for name, module in tuner.model.named_modules()

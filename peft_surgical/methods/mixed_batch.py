@@ -23,18 +23,9 @@ _ROWS_NOT_FIRST = ("xlnet",)  # hidden states are (tokens, batch, width)
 def adapter_names_in_forward(
     tuner: BaseTuner, adapter_names: Sequence[str], inputs: Iterable[Any], num_beams: int = 1
 ) -> Iterator[None]:
-    """Tell every adapted module, for the time of a forward call, which row belongs to which adapter.
+    """Tell every adapted module, for the time of a forward call, which row belongs to which adapter, or `"__base__"`.
 
-    Args:
-        tuner: The tuner whose modules are told.
-        adapter_names: An adapter for each row of the batch, or `"__base__"`.
-        inputs: The arguments of the call; the first tensor tells the number of rows.
-        num_beams: With beam search the rows are repeated this often, except in an encoder.
-
-    Raises:
-        ValueError: The model is in training mode, there is not one name per row, there is no such adapter, or the
-            adapters' heads differ in size.
-        TypeError: The model does not keep rows apart in a way that is known here.
+    The first tensor in `inputs` tells the number of rows. With beam search each is repeated, except in an encoder.
     """
     model = tuner.model
     used = [name for name in dict.fromkeys(adapter_names) if name != BASE]

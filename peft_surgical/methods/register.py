@@ -29,12 +29,6 @@ def register_method(name: str, config_cls: type[PeftConfig], model_cls: type[Bas
     """Register one method with PEFT, as `get_peft_model` and `PeftModel.from_pretrained` need it.
 
     Registering the same method again, as on a reload, replaces its classes and changes nothing else.
-
-    Args:
-        name: The method's name in capitals, as it stands in `adapter_config.json`.
-        config_cls: The class of its configs.
-        model_cls: The class of its tuner.
-        prefix: What the names of its trained tensors contain; `model_cls.prefix`.
     """
     name_damaged_configs()
     read_by_own_class()
@@ -136,13 +130,7 @@ def register_hotswap(name: str, swap_in: SwapIn, model_cls: type[BaseTuner], key
     """Let PEFT's `hotswap_adapter` use another function for one method.
 
     PEFT's own function loads the saved adapter and hands it to `hotswap_adapter_from_state_dict`, which is replaced,
-    once, by one that looks the method up first.
-
-    Args:
-        name: The method's name in capitals.
-        swap_in: Called with the model, the tensors by their names in the file, the adapter's name and its config.
-        model_cls: The class of the method's tuner.
-        keys: Options in which the two configs must agree, as PEFT checks them.
+    once, by one that looks the method up first. `keys` are options in which the two configs must agree.
     """
 
     def without_adapter_name(

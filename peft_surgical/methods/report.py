@@ -91,14 +91,7 @@ class TuningReport:
 
 
 def tuning_report(model: nn.Module) -> TuningReport:
-    """List what is trained in a model with adapters.
-
-    Args:
-        model: The model that the adapters were injected into (`PeftModel.get_base_model()`).
-
-    Returns:
-        One row per layer with trained parameters, then one per module outside the layers.
-    """
+    """List what is trained in a model with adapters: a row per layer, then one per module outside the layers."""
     stacks = find_stacks(model)
     layers: dict[tuple[str, int | None], Layer] = {
         (layer.stack, layer.index): layer for stack in stacks.values() for layer in stack.layers
@@ -176,9 +169,6 @@ class GradientWatch:
     """Warns once of trained tensors that have had no gradient after some backward passes; costs nothing afterwards.
 
     Not of an expert that no token has reached: others of its name, but for the number, have a gradient.
-
-    Args:
-        parameters: The parameters of the adapters that are trained, by name.
     """
 
     passes = 8  # layers may be left out at random, as wav2vec 2.0 does

@@ -22,27 +22,16 @@ from peft_surgical.names import RESERVED, CopyName, base_path, without_wrappers
 
 @dataclass(frozen=True)
 class Resolution:
-    """The modules and tensors of one model that a config chooses.
+    """The modules and tensors of one model that a config chooses."""
 
-    Args:
-        copies: The names of the tensors that get a copy per adapter, by the path of the module that owns them.
-        in_place: The paths of those owners that keep their place in the model (`TunedInPlace`).
-        lora: The paths of the modules that get LoRA.
-        shapes: The shapes of all tensors of the adapter, head included, by their names in its file. Known once the
-            adapter is in the model; sharding, which comes later, hides them.
-    """
-
-    copies: Mapping[str, list[str]]
-    in_place: frozenset[str] = frozenset()
-    lora: frozenset[str] = frozenset()
+    copies: Mapping[str, list[str]]  # names of tensors, by the path of the module that owns them
+    in_place: frozenset[str] = frozenset()  # paths of the owners that keep their place (`TunedInPlace`)
+    lora: frozenset[str] = frozenset()  # paths of the modules that get LoRA
     shapes: Mapping[str, torch.Size] = field(default_factory=dict)
+    """Of all tensors of the adapter, head included, by their names in its file; known once it is in the model."""
 
     def copy_names(self, container: str) -> Iterator[tuple[str, CopyName]]:
-        """The copies: the path of their module in the model, and their names.
-
-        Args:
-            container: What holds the copies, by method; one of `names.CONTAINERS`.
-        """
+        """The copies, which one of `names.CONTAINERS` holds: their module's path in the model, and names."""
         for path, tensors in self.copies.items():
             for tensor in tensors:
                 yield path, CopyName(without_wrappers(path), tensor, container, path in self.in_place)
@@ -100,9 +89,6 @@ def shared_once(resolution: Resolution, model: nn.Module) -> Resolution:
     """A choice in which a module that several layers hold comes once, under the path at which PEFT finds it.
 
     Warns of what the chosen modules share with others, which are not chosen.
-
-    Raises:
-        ValueError: A chosen module is a child of several others, of which its wrapper would stand in one.
     """
     first = {id(module): path for path, module in model.named_modules()}
     at = {path: first[id(model.get_submodule(path))] for path in [*resolution.copies, *resolution.lora]}
@@ -183,9 +169,6 @@ MOST_WAYS = 4_000_000
 
 def check_patterns(patterns: Iterable[str]) -> None:
     """Refuse regular expressions that could take very long to match a name: Python tries every way that there is.
-
-    Raises:
-        ValueError: Together they have more than `MOST_WAYS`, or one is no regular expression.
 
     Example:
 

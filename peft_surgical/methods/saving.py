@@ -214,12 +214,7 @@ def encode_state(
 ) -> dict[str, torch.Tensor]:
     """Encode the tensors of an adapter that are copies of the base's own; others pass through.
 
-    Args:
-        model: The model with the adapter in it.
-        adapter_name: The adapter.
-        state: The adapter's tensors, by their names in the model.
-        encoding: `"values"`, or a name in `ENCODINGS`.
-        model_state: The state of the model. It has the whole tensors of the base where a sharded model has none.
+    `model_state` has the whole tensors of the base where a sharded model has none.
     """
     bases = dict(_bases(model, adapter_name, model_state)) if encoding != "values" else {}
     encoded: dict[str, torch.Tensor] = {}
@@ -234,14 +229,7 @@ def decode_state(
     state: Mapping[str, torch.Tensor],
     name_in_file: Callable[[str, str], str],
 ) -> dict[str, torch.Tensor]:
-    """Decode an adapter's tensors, by their names in its file; what is not encoded passes through.
-
-    Args:
-        model: The model with the adapter in it.
-        adapter_name: The adapter.
-        state: The tensors of its file.
-        name_in_file: Gives a tensor's name in the file from its name in the model and the adapter.
-    """
+    """Decode an adapter's tensors, by their names in its file; what is not encoded passes through."""
     if not is_encoded(state):
         return dict(state)
     bases: dict[str, torch.Tensor] = {}

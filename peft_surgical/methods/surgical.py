@@ -110,15 +110,7 @@ class SurgicalConfig(DeltaConfig):
 
 
 def resolve_surgical(config: SurgicalConfig, model: nn.Module) -> Resolution:
-    """What a config means on a model. Its layers become plain numbers, with the record of a ranking that chose them.
-
-    Args:
-        config: The config. Its layers, ranking and target_modules are written to.
-        model: The base model, with or without adapters.
-
-    Raises:
-        ValueError: Nothing is chosen, or something that cannot be trained.
-    """
+    """What a config means on a model. Its layers become plain numbers, with a record of the ranking behind them."""
     layers = _choose_layers(config, model)
     if not layers and not config.target_modules:
         raise ValueError(

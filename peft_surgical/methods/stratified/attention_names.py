@@ -19,15 +19,10 @@ VARIANTS = ("I", "II")
 
 @dataclass(frozen=True)
 class AttentionNames:
-    """The ends of the paths of an attention's weight matrices.
+    """The ends of the paths of an attention's weight matrices."""
 
-    Args:
-        inputs: Query, key and value, or the one module that makes all three.
-        output: The dense module behind the attention.
-    """
-
-    inputs: tuple[str, ...]
-    output: str
+    inputs: tuple[str, ...]  # query, key and value, or the one module that makes all three
+    output: str  # the dense module behind the attention
 
     def of(self, variant: str) -> list[str]:
         """The modules of variant I (query, key, value) or II (the output too); Arora & Wang (2024), section 4."""
@@ -57,28 +52,7 @@ _KNOWN: dict[str, tuple[AttentionNames, ...]] = {
 
 
 def attention_names(model: nn.Module, layers: Sequence[Layer], variant: str) -> list[str]:
-    """The modules that a variant of SPAFIT adapts with LoRA.
-
-    Args:
-        model: The model; its config tells the model type.
-        layers: The layers that are to be adapted.
-        variant: `"I"` for query, key and value, `"II"` for the attention's output too (section 4 of the paper).
-
-    Returns:
-        Ends of module paths, as `target_modules` of PEFT takes them.
-
-    Raises:
-        ValueError: The names are not known for this type of model. The message lists what could be named.
-
-    Example:
-
-        >>> from transformers import BertConfig, BertModel
-        >>> from peft_surgical import resolve_layers
-        >>> config = BertConfig(num_hidden_layers=2, hidden_size=8, num_attention_heads=2, intermediate_size=8)
-        >>> model = BertModel(config)
-        >>> attention_names(model, resolve_layers(model, "all"), "II")
-        ['query', 'key', 'value', 'attention.output.dense']
-    """
+    """The ends of the paths of the modules in some layers that a variant of SPAFIT adapts with LoRA (section 4)."""
     paths = [path for layer in layers for path, _ in base_modules(layer.path, layer.module)]
     kind = getattr(getattr(model, "config", None), "model_type", None)
     for names in _KNOWN.get(kind or "", ()):

@@ -230,15 +230,7 @@ class StratifiedConfig(DeltaConfig, LoraConfig):
 
 
 def strata_by_ranking(ranking: Any, counts: Mapping[str, int]) -> list[dict] | dict[str, list[dict]]:
-    """Divide ranked layers into strata.
-
-    Args:
-        ranking: A `LayerRanking`.
-        counts: How many layers each way of tuning gets, in the order in which they are served.
-
-    Returns:
-        Strata for `StratifiedConfig`, under the name of the ranking's stack if it has one.
-    """
+    """Divide ranked layers into strata: the best for the first of `counts`, those left frozen."""
     order = [int(layer) for layer in ranking.order]
     if any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in counts.values()) or not any(
         counts.values()

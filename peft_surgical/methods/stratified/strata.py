@@ -20,23 +20,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Stratum:
-    """Layers of one stack that are tuned alike.
-
-    Args:
-        stack: The stack.
-        layers: The indices of the layers, ascending.
-        tune: One of `TUNINGS`.
-        target_modules: The modules that get LoRA, as in PEFT; for `"lora"` only.
-        bias: Which bias terms are trained beside LoRA, one of `BIASES`; for `"lora"` only.
-        add_bias: Whether linear modules without a bias get one, zero at the start; for `"lora"` and `"bitfit"`.
-    """
+    """Layers of one stack that are tuned alike."""
 
     stack: Stack
-    layers: tuple[int, ...]
-    tune: str
-    target_modules: tuple[str, ...] | str | None = None
-    bias: str = "none"
-    add_bias: bool = False
+    layers: tuple[int, ...]  # ascending
+    tune: str  # one of `TUNINGS`
+    target_modules: tuple[str, ...] | str | None = None  # as in PEFT; for "lora" only
+    bias: str = "none"  # which bias terms are trained beside LoRA, one of `BIASES`
+    add_bias: bool = False  # linear modules without a bias get one, zero at the start; for "lora" and "bitfit"
 
     def __str__(self) -> str:
         return f"stratum of layers {list(self.layers)} of {self.stack.name} (tune={self.tune!r})"
@@ -63,16 +54,8 @@ class Stratum:
 def groups(n1: float, n2: float, depth: int, reference: int | None = None) -> tuple[int, int]:
     """The number of layers in SPAFIT's group 1, and in groups 1 and 2 together (Arora & Wang 2024, section 3.2).
 
-    Args:
-        n1: Where group 1 ends: the index of its last layer, or a fraction of the depth.
-        n2: Where group 2 ends, likewise.
-        depth: How many layers the stack has.
-        reference: The depth that indices are meant for, if another: they count as fractions of it.
-
-    Example:
-
-        >>> groups(4, 9, 24), groups(0.2, 0.4, 24), groups(4, 9, depth=12, reference=24)
-        ((5, 10), (5, 10), (3, 5))
+    n1 and n2 are the index of a group's last layer, or a fraction of the depth; `reference` is the depth that indices
+    are meant for, if another: they count as fractions of it.
     """
 
     def count(n: float) -> int:
@@ -83,19 +66,7 @@ def groups(n1: float, n2: float, depth: int, reference: int | None = None) -> tu
 
 
 def resolve_strata(model: nn.Module, config: Any) -> list[Stratum]:
-    """What a config's `n1`, `n2` or `strata` mean on a model.
-
-    Args:
-        model: The model.
-        config: A `StratifiedConfig`.
-
-    Returns:
-        The strata, those of a stack together and in the order of their lowest layers.
-
-    Raises:
-        ValueError: Layers of a stack are in no stratum or in two, a stratum is empty, there is no such stack, or the
-            names of the attention's modules are not known and not given.
-    """
+    """What a config's `n1`, `n2` or `strata` mean on a model; those of a stack together, by their lowest layers."""
     model = unwrap(model)
     strata = []
     for stack, items in _items_by_stack(model, config).items():
@@ -116,15 +87,7 @@ def plain_strata(strata: Sequence[Stratum], model: nn.Module) -> list[dict] | di
 
 
 def unite_strata(model: nn.Module, configs: Sequence[Any]) -> list[dict] | dict[str, list[dict]]:
-    """Strata in which each layer is tuned as by those of several configs that tune it.
-
-    Args:
-        model: The model.
-        configs: `StratifiedConfig`s with strata.
-
-    Raises:
-        ValueError: Two of them tune one layer differently.
-    """
+    """Strata in which each layer is tuned as by those of several configs with strata that tune it."""
     found: dict[str, Stack] = {}
     tunings: dict[tuple[str, int], Stratum] = {}
     for stratum in [stratum for config in configs for stratum in resolve_strata(model, config)]:

@@ -13,12 +13,7 @@ _KEYS = {"bitfit": ("add_bias",), "lora": ("target_modules", "bias", "add_bias")
 
 
 def check_form(strata: Any) -> None:
-    """Check what can be checked of strata without a model.
-
-    Raises:
-        ValueError: A stratum says too little, contradicts itself or holds an unknown key or value.
-        TypeError: Strata are neither a list of dicts nor a dict of such lists by stack.
-    """
+    """Check what can be checked of strata without a model."""
     for stack, items in strata.items() if isinstance(strata, Mapping) else [(None, strata)]:
         if isinstance(items, (str, Mapping)) or not isinstance(items, Sequence):
             raise TypeError(f"strata={strata!r} must be a list of dicts, or {{'stack': [dicts], ...}}.")
@@ -29,12 +24,7 @@ def check_form(strata: Any) -> None:
 
 
 def check_depth_marks(n1: Any, n2: Any) -> tuple[int | float, int | float]:
-    """Check `n1` and `n2` as far as that goes without a model.
-
-    Raises:
-        ValueError: One is missing, out of range, or they are in the wrong order.
-        TypeError: One is neither a whole number nor a fraction.
-    """
+    """Check `n1` and `n2` as far as that goes without a model."""
     if n1 is None or n2 is None:
         raise ValueError(f"n1={n1!r} and n2={n2!r} must be given together: the last layer of group 1 and of group 2.")
     marks = []

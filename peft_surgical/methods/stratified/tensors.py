@@ -24,20 +24,7 @@ _NOT_ADDED = ("position_bias", "e_score_correction_bias", "expert_bias")
 
 
 def bias_terms(owner: Owner) -> list[str]:
-    """The bias terms that a module holds itself.
-
-    Args:
-        owner: The module, see `owners`.
-
-    Returns:
-        Names as in the module.
-
-    Example:
-
-        >>> from peft_surgical.copies.select import owners
-        >>> [bias_terms(owner) for owner in owners("", nn.Sequential(nn.Linear(2, 2), nn.Embedding(2, 2)))]
-        [['bias'], []]
-    """
+    """The bias terms that a module holds itself."""
     return [name for name in owner.names if _is_bias_term(owner.module, name)]
 
 
@@ -48,15 +35,7 @@ def addable_bias(owner: Owner) -> list[str]:
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Whether a module is a LayerNorm or RMSNorm of any make.
-
-    Every family of models brings its own class, so the class's name decides.
-
-    Example:
-
-        >>> is_norm(nn.LayerNorm(2)), is_norm(nn.BatchNorm1d(2)), is_norm(nn.Linear(2, 2))
-        (True, False, False)
-    """
+    """Whether a module is a LayerNorm or RMSNorm of any make; families bring their own, so the name decides."""
     return any(_NORM.fullmatch(kind.__name__) for kind in type(module).__mro__)
 
 
@@ -85,15 +64,7 @@ class Choice:
 
 
 def choose(strata: Sequence[Stratum], is_left_out: Callable[[str], bool]) -> Choice:
-    """What strata mean on the model that their layers belong to.
-
-    Args:
-        strata: The strata.
-        is_left_out: Tells whether a module is to be left alone, by its path.
-
-    Raises:
-        ValueError: Nothing can be tuned in a layer, or a name among `target_modules` matches nothing.
-    """
+    """What strata mean on the model that their layers belong to."""
     choice = Choice()
     for stratum in strata:
         for layer in stratum.modules:
@@ -108,16 +79,7 @@ def choose(strata: Sequence[Stratum], is_left_out: Callable[[str], bool]) -> Cho
 
 
 def lora_paths(stratum: Stratum, layer: Layer, is_left_out: Callable[[str], bool]) -> list[str]:
-    """The paths of the modules of a layer that get LoRA.
-
-    Args:
-        stratum: The layer's stratum.
-        layer: The layer.
-        is_left_out: Tells whether a module is to be left alone, by its path.
-
-    Raises:
-        ValueError: No module of the layer is among the stratum's `target_modules`.
-    """
+    """The paths of the modules of a layer that get LoRA."""
     if stratum.tune != "lora":
         return []
     found = [
@@ -136,20 +98,7 @@ def lora_paths(stratum: Stratum, layer: Layer, is_left_out: Callable[[str], bool
 def copied_tensors(
     stratum: Stratum, layer: Layer, lora: Collection[str], is_left_out: Callable[[str], bool]
 ) -> dict[str, tuple[Owner, list[str]]]:
-    """The tensors of a layer that get a copy per adapter.
-
-    Args:
-        stratum: The layer's stratum.
-        layer: The layer.
-        lora: The paths of the modules that get LoRA.
-        is_left_out: Tells whether a module is to be left alone, by its path.
-
-    Returns:
-        The modules that own them, with the tensors' names in the module, by the module's path.
-
-    Raises:
-        ValueError: The stratum tunes nothing in this layer.
-    """
+    """The modules of a layer of whose tensors each adapter gets a copy, by path, with the names of these tensors."""
     touched = [place for place in _sublayers(layer) if any(_is_inside(path, place) for path in lora)]
     found = {}
     for owner in owners(layer.path, layer.module):
@@ -217,17 +166,7 @@ def _nothing_to_tune(stratum: Stratum, layer: Layer) -> str:
 
 
 def check_choice(choice: Choice, model: nn.Module, *, use_dora: bool = False) -> None:
-    """Refuse what cannot be trained, before the model is changed.
-
-    Args:
-        choice: What is to be trained.
-        model: The model.
-        use_dora: Whether LoRA is DoRA.
-
-    Raises:
-        ValueError: A tensor is quantised, offloaded, or in a module that another adapter's LoRA takes as a whole; or
-            DoRA is asked for on a module whose bias is trained.
-    """
+    """Refuse what cannot be trained, before the model is changed."""
     is_dry_run = all(parameter.device.type == "meta" for parameter in model.parameters())
     for path in [*choice.lora, *choice.copies]:
         _check_place(path, model)
