@@ -19,7 +19,7 @@ from peft_surgical.copies.module import TunedModule
 from peft_surgical.files.adapter import AdapterFile, encode_tensor, method_of, write_adapter
 from peft_surgical.files.checkpoint import Checkpoint, ModelTensors
 from peft_surgical.files.encodings import difference, find_encoding
-from peft_surgical.methods.config import open_adapter
+from peft_surgical.methods.config import naming, open_adapter
 
 
 def convert_adapter(
@@ -52,8 +52,9 @@ def convert_adapter(
     if not any(entry.is_copy for entry in saved.entries):
         raise ValueError(f"{saved.source} holds no tuned copies of the base's tensors, so there is nothing to encode.")
     before = base_of(saved, base)
-    old = ModelTensors(before, merged_model(before, saved))
-    check_adapter(saved, old)
+    with naming(saved.config):
+        old = ModelTensors(before, merged_model(before, saved))
+        check_adapter(saved, old)
     config: Any = saved.config
     config.encoding = encoding
     tensors: dict[str, torch.Tensor] = {}

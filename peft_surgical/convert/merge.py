@@ -22,7 +22,7 @@ from peft_surgical.files.base import check_base
 from peft_surgical.files.check import checked
 from peft_surgical.files.checkpoint import TASKS, Checkpoint, ModelTensors, architecture_of, bare_class_of, empty_model
 from peft_surgical.files.safetensors_io import write_checkpoint, written_aside
-from peft_surgical.methods.config import DeltaConfig, open_adapter
+from peft_surgical.methods.config import DeltaConfig, naming, open_adapter
 from peft_surgical.methods.heads import apply_label_settings
 
 
@@ -60,13 +60,14 @@ def merge_checkpoint(
     folder = Path(output)
     if folder.resolve() == before.folder.resolve():
         raise ValueError(f"output={str(output)!r} is the base itself, which a merge never writes to.")
-    model = merged_model(before, saved)
-    if saved.config.peft_type == "SURGICAL":
-        merge = _Merge(before, model, _from_file(saved))
-        check_adapter(saved, merge.old)
-    else:
-        merged: Any = adapted_model(before, saved).merge_and_unload()
-        merge = _Merge(before, merged, _from_memory(merged))
+    with naming(saved.config):
+        model = merged_model(before, saved)
+        if saved.config.peft_type == "SURGICAL":
+            merge = _Merge(before, model, _from_file(saved))
+            check_adapter(saved, merge.old)
+        else:
+            merged: Any = adapted_model(before, saved).merge_and_unload()
+            merge = _Merge(before, merged, _from_memory(merged))
     size = None if max_shard_size is None else convert_file_size_to_int(max_shard_size)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with written_aside(folder) as aside:
