@@ -23,7 +23,7 @@ from peft_surgical.files.adapter import Entry, entries, method_of, touched_names
 from peft_surgical.files.base import check_base, describe_base
 from peft_surgical.files.check import check_tensors, decoded_shapes, read_header
 from peft_surgical.files.safetensors_io import DTYPES, Header, checksum, download
-from peft_surgical.methods.config import DeltaConfig, read_config
+from peft_surgical.methods.config import DeltaConfig, naming_adapter, read_config
 from peft_surgical.methods.heads import head_names, head_shapes, label_settings
 from peft_surgical.methods.stratified.config import CHANGES_BASE
 from peft_surgical.methods.surgical import SurgicalConfig, resolve_surgical
@@ -157,7 +157,8 @@ class BaseIndex:
         """Read the config and the header of a saved adapter, and check them; `labels` count if its config has none."""
         folder = Path(source) if os.path.isdir(source) else download(os.fspath(source), ["adapter_*"])
         config, present_name = read_config(folder)
-        _refuse_changes_of_the_base(config)
+        with naming_adapter(config):
+            _refuse_changes_of_the_base(config)
         file = TaskFile(folder / SAFETENSORS_WEIGHTS_NAME, present_name)
         if isinstance(config, DeltaConfig):
             config.take_header(file.header, file.path)
@@ -245,7 +246,7 @@ class BaseIndex:
 
 def _refuse_changes_of_the_base(config: PeftConfig) -> None:
     method = "kasa" if getattr(config, "kasa_config", None) else getattr(config, "init_lora_weights", None)
-    if isinstance(method, str) and method.lower().startswith((*CHANGES_BASE, "kasa")):
+    if isinstance(method, str) and method.lower().startswith(CHANGES_BASE):
         raise ValueError(
             f"With {method!r}, PEFT changes the base's own weights, which other tasks use. Save the adapter as a "
             "plain LoRA, by path_initial_model_for_weight_conversion of save_pretrained."

@@ -19,7 +19,7 @@ from peft_surgical.copies.module import TunedModule
 from peft_surgical.files.adapter import AdapterFile, encode_tensor, method_of, write_adapter
 from peft_surgical.files.checkpoint import Checkpoint
 from peft_surgical.files.encodings import difference, find_encoding
-from peft_surgical.methods.config import open_adapter
+from peft_surgical.methods.config import naming_adapter, open_adapter
 
 
 def convert_adapter(
@@ -51,7 +51,8 @@ def convert_adapter(
     saved = open_adapter(adapter)
     if not any(entry.is_copy for entry in saved.entries):
         raise ValueError(f"{saved.source} holds no tuned copies of the base's tensors, so there is nothing to encode.")
-    old = tensors_of_base(base_of(saved, base), saved)
+    with naming_adapter(saved.config):
+        old = tensors_of_base(base_of(saved, base), saved)
     config: Any = saved.config
     config.encoding = encoding
     tensors: dict[str, torch.Tensor] = {}

@@ -17,7 +17,7 @@ from peft_surgical.convert.merge import tensors_of_base
 from peft_surgical.files.adapter import ERROR, AdapterFile, Entry, method_of
 from peft_surgical.files.encodings import difference, values_nbytes
 from peft_surgical.files.safetensors_io import naming
-from peft_surgical.methods.config import open_adapter
+from peft_surgical.methods.config import naming_adapter, open_adapter
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,8 @@ def inspect_adapter(source: str | os.PathLike) -> Inspection:
     if adapter.file.header is not None:
         for name in adapter.file:
             adapter.file[name]
-    groups = [_group(name, entries, adapter) for name, entries in _by_layer(adapter).items()]
+    with naming_adapter(adapter.config):
+        groups = [_group(name, entries, adapter) for name, entries in _by_layer(adapter).items()]
     config = {**adapter.config.to_dict(), "peft_type": method_of(adapter.config)}
     return Inspection(adapter.source, config, groups)
 

@@ -23,7 +23,7 @@ from peft_surgical.files.base import check_base
 from peft_surgical.files.check import checked
 from peft_surgical.files.checkpoint import TASKS, Checkpoint, ModelTensors, architecture_of, bare_class_of, empty_model
 from peft_surgical.files.safetensors_io import write_checkpoint, written_aside
-from peft_surgical.methods.config import DeltaConfig, open_adapter
+from peft_surgical.methods.config import DeltaConfig, naming_adapter, open_adapter
 from peft_surgical.methods.heads import apply_label_settings
 
 
@@ -61,13 +61,14 @@ def merge_checkpoint(
     folder = Path(output)
     if folder.resolve() == before.folder.resolve():
         raise ValueError(f"output={str(output)!r} is the base itself, which a merge never writes to.")
-    model = merged_model(before, saved)
-    if saved.config.peft_type == "SURGICAL":
-        merge = _Merge(ModelTensors(before, model), _from_file(saved))
-        check_adapter(saved, merge.old)
-    else:
-        merged: Any = adapted_model(before, saved).merge_and_unload()
-        merge = _Merge(ModelTensors(before, merged), _from_memory(merged))
+    with naming_adapter(saved.config):
+        model = merged_model(before, saved)
+        if saved.config.peft_type == "SURGICAL":
+            merge = _Merge(ModelTensors(before, model), _from_file(saved))
+            check_adapter(saved, merge.old)
+        else:
+            merged: Any = adapted_model(before, saved).merge_and_unload()
+            merge = _Merge(ModelTensors(before, merged), _from_memory(merged))
     size = None if max_shard_size is None else convert_file_size_to_int(max_shard_size)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with written_aside(folder) as aside:

@@ -54,17 +54,9 @@ def has_hooks(module: nn.Module) -> bool:
 
 
 def direct_output(base: Any, copies: Any, x: Tensor) -> Tensor | None:
-    """The output of a module with some tensors replaced, if its kind is known and nothing else happens in its call.
+    """The output of a module with the parameters of another put in; None if the module has to be called for it.
 
     This is the path of nearly all calls, and written for speed: it reads the tables of PyTorch's modules.
-
-    Args:
-        base: The module.
-        copies: A module that holds the replacements among its parameters; None if there are none.
-        x: The input.
-
-    Returns:
-        The output; None if the module has to be called.
     """
     compute = DIRECT.get(type(base))
     if compute is None or copies is None or has_hooks(base):
@@ -88,18 +80,7 @@ def direct_output(base: Any, copies: Any, x: Tensor) -> Tensor | None:
 
 
 def twin(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> nn.Module:
-    """A shallow copy of a module in which the named tensors are others; everything else is shared.
-
-    Args:
-        module: Any module; it is not changed.
-        tensors: Replacements by name, as in `named_parameters()`.
-
-    Example:
-
-        >>> linear = nn.Linear(2, 2)
-        >>> twin(linear, {"bias": torch.zeros(2)}).weight is linear.weight
-        True
-    """
+    """A shallow copy of a module in which the named tensors are others; everything else is shared."""
     copy = object.__new__(type(module))
     copy.__dict__ = module.__dict__.copy()
     here: dict[str, dict[str, torch.Tensor]] = {}
@@ -146,13 +127,9 @@ class FunctionalModule:
 
 
 def leave_fused_path(model: nn.Module, is_adapted: Callable[[nn.Module], bool]) -> None:
-    """Keep PyTorch's transformer layers from computing past the wrappers inside them.
+    """Keep PyTorch's transformer layers from computing past the wrappers of adapters inside them.
 
     In evaluation `nn.TransformerEncoderLayer` hands its weights to one fused kernel, without calling its modules.
-
-    Args:
-        model: The model with adapters.
-        is_adapted: Tells the wrappers of adapters.
     """
     for module in model.modules():
         if isinstance(module, nn.TransformerEncoderLayer) and any(map(is_adapted, module.modules())):
@@ -174,18 +151,8 @@ def run_by_rows(
     args: tuple,
     kwargs: Mapping[str, Any],
 ) -> Any:
-    """Run a module on each adapter's rows with that adapter's tensors.
-
-    Args:
-        base: The module; it must turn one tensor of shape (rows, ...) into another.
-        module_for: Gives what computes for an adapter.
-        adapter_names: The adapter of each row.
-        args: The positional arguments of the call.
-        kwargs: The keyword arguments of the call.
-
-    Raises:
-        TypeError: The module takes or gives something else than one tensor with the rows first.
-    """
+    """Run a module on each adapter's rows with that adapter's tensors; a `TypeError` if it takes or gives something
+    else than one tensor with the rows first."""
     if len(set(adapter_names)) == 1:
         return module_for(adapter_names[0])(*args, **kwargs)
     kind = type(base).__name__

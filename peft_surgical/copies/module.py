@@ -26,12 +26,6 @@ class TunedModule(nn.Module, BaseTunerLayer):
     With one active adapter the module computes with that adapter's copies; with several, with
     `base + sum(copy - base)`; with none, or none that tunes this module, with the base's own tensors.
 
-    Args:
-        base_layer: The module to wrap. It is never written to, except by `merge`.
-        adapter_name: The first adapter.
-        names: The parameters and buffers to copy, by their name in the module.
-        options: As in `update_layer`.
-
     Example:
 
         >>> layer = TunedModule(nn.Linear(2, 2), "a", ["weight", "bias"])
@@ -113,12 +107,7 @@ class TunedModule(nn.Module, BaseTunerLayer):
         self.tuned[adapter_name] = entry_cls(copies).train(self.training)
 
     def copy_name(self, path: str, name: str) -> CopyName:
-        """What an adapter's copy of a tensor is called.
-
-        Args:
-            path: This module's path in the model.
-            name: The tensor's name in the module.
-        """
+        """What an adapter's copy of a tensor of this module, at a path in the model, is called."""
         return CopyName(base_path(path), name, self.adapter_layer_names[0], self.is_in_place)
 
     # ---- computing
@@ -178,13 +167,14 @@ class TunedModule(nn.Module, BaseTunerLayer):
     def tensors_of(self, adapters: Sequence[str]) -> dict[str, torch.Tensor]:
         """What the module computes with when these adapters are active, in the base's dtype."""
         copies = {
-            name: [self.tuned[a][name] for a in adapters if name in self.tuned[a]] for name in self._names(adapters)
+            name: [self.tuned[a][name] for a in adapters if name in self.tuned[a]] for name in self.names_of(adapters)
         }
         if torch.compiler.is_compiling():
             return self._combine(copies)
         return self._kept.get([self.tuned[a] for a in adapters], copies, self._combine)
 
-    def _names(self, adapters: Iterable[str]) -> list[str]:
+    def names_of(self, adapters: Iterable[str]) -> list[str]:
+        """The tensors of which these adapters have copies."""
         return list(dict.fromkeys(name for a in adapters for name in self.tuned[a].names))
 
     def _combine(self, copies: Mapping[str, Sequence[torch.Tensor]]) -> dict[str, torch.Tensor]:
@@ -232,14 +222,9 @@ class TunedModule(nn.Module, BaseTunerLayer):
     # ---- merging
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
-        """Put the adapters' values into the base, whose own values are kept aside for `unmerge`.
+        """Put the values of these adapters, or else the active ones, into the base, and keep its own for `unmerge`.
 
-        Args:
-            safe_merge: Check that the merged values are finite first.
-            adapter_names: The adapters to merge; the active ones if None.
-
-        Raises:
-            ValueError: With `safe_merge`, a merged value is NaN or infinite. Nothing is merged then.
+        With `safe_merge` nothing is merged if a value is NaN or infinite.
         """
         names = [name for name in check_adapters_to_merge(self, adapter_names) if name in self.tuned]
         if not names:

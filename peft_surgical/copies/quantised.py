@@ -17,13 +17,7 @@ _PACKED = ("Params4bit", "Int8Params")  # of bitsandbytes
 
 
 def is_quantised(module: nn.Module) -> bool:
-    """Whether a module itself holds quantised weights.
-
-    Example:
-
-        >>> is_quantised(nn.Linear(2, 2))
-        False
-    """
+    """Whether a module itself holds quantised weights."""
     return any(hasattr(module, name) for name in ("qweight", "W_q")) or any(
         _is_packed(parameter) for parameter in module.parameters(recurse=False)
     )
@@ -40,11 +34,8 @@ def can_be_dequantised(module: nn.Module) -> bool:
 
 @torch.no_grad()
 def dequantised_weight(module: Any) -> torch.Tensor:
-    """The weights that a quantised linear module stands for.
-
-    Returns:
-        Shape (out_features, in_features), in the dtype that they were quantised from as far as that is known.
-    """
+    """The weights that a quantised linear module stands for, in the dtype that they were quantised from as far as that
+    is known."""
     if callable(getattr(module, "dequantize", None)):
         weight = module.dequantize()
     elif type(module.weight).__name__ == "Int8Params":

@@ -1,13 +1,21 @@
-"""The modules that can be tuned as a whole, and the base's own tensors behind the wrappers of adapters."""
+"""The modules that can be tuned as a whole, and the base's own tensors behind the wrappers of adapters.
+
+Some parameters the base uses in several places, of which an adapter may tune only some. Its copy stands in one place,
+so it unties them: the embeddings may be tuned and the head that shares their weights not. Merging keeps to that, and
+the merged model's config says so.
+"""
 
 from __future__ import annotations
 
+import logging
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
+from peft.tuners.lora.layer import LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn
@@ -15,6 +23,9 @@ from torch import nn
 from peft_surgical.copies.in_place import TunedInPlace
 from peft_surgical.copies.module import TunedModule
 from peft_surgical.names import OWN_TENSORS
+
+
+logger = logging.getLogger(__name__)
 
 
 def tunable_modules(path: str, module: nn.Module) -> Iterator[tuple[str, list[str]]]:
@@ -34,19 +45,12 @@ def tunable_modules(path: str, module: nn.Module) -> Iterator[tuple[str, list[st
 
 @dataclass(frozen=True)
 class Owner:
-    """A module that holds tensors itself.
+    """A module that holds tensors itself."""
 
-    Args:
-        path: Its path in the base model.
-        module: The base's module, without the wrappers of adapters.
-        names: The tensors that it holds, by their name in the module.
-        has_parts: Whether it also has modules in it that hold tensors, which must then keep their paths.
-    """
-
-    path: str
-    module: nn.Module
-    names: list[str]
-    has_parts: bool
+    path: str  # in the base model
+    module: nn.Module  # the base's, without the wrappers of adapters
+    names: list[str]  # of the tensors, in the module
+    has_parts: bool  # it also has modules in it that hold tensors, which must then keep their paths
 
 
 def owners(path: str, module: nn.Module) -> Iterator[Owner]:
@@ -147,6 +151,47 @@ def matches_any(path: str, names: Sequence[str] | None) -> bool:
         for n in names or []
         for i in range(len(parts))
     )
+
+
+def note_untied(model: nn.Module) -> None:
+    """Tell each adapted module which of its base's parameters are used by others that are not tuned with it."""
+    tuned = [module for module in model.modules() if isinstance(module, TunedModule)]
+    places = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
+    owners = Counter(module.identity(name) for module in tuned for name in module.names_of(module.tuned))
+    for module in tuned:
+        if not module.merged:
+            shared = {name: places[module.identity(name)] for name in module.names_of(module.tuned)}
+            module.untied = {
+                name: cast(nn.Parameter, module.base_tensor(name))
+                for name, count in shared.items()
+                if count > owners[module.identity(name)]
+            }
+    layers: list[Any] = [m for m in model.modules() if isinstance(m, LoraLayer) and hasattr(m, "untied")]
+    for lora in layers:
+        if not lora.merged:
+            parameters = lora.get_base_layer().named_parameters(recurse=False)
+            lora.untied = {name: p for name, p in parameters if places[id(p)] > 1}  # what LoRA adds is never tied
+
+
+def forget_originals(model: nn.Module) -> None:
+    """Let go of the values that were kept aside for undoing a merge."""
+    for tensor in [*model.parameters(), *model.buffers()]:
+        tensor.__dict__.pop("_original", None)
+
+
+def admit_untied_embeddings(model: Any) -> None:
+    """Make a merged model's config tell that its head has other weights than its embeddings, if that is so now."""
+    if not hasattr(getattr(model, "config", None), "get_text_config"):
+        return
+    config = model.config.get_text_config()
+    embeddings, head = (getattr(module, "weight", None) for module in token_embeddings(model))
+    if embeddings is None or head is None or not getattr(config, "tie_word_embeddings", False):
+        return
+    # the head may be tied to other embeddings than the model's first: those of its decoder
+    is_tied = sum(p is head for _, p in model.named_parameters(remove_duplicate=False)) > 1
+    if embeddings.data_ptr() != head.data_ptr() and not is_tied:
+        logger.info("The head and the embeddings no longer share their weights: tie_word_embeddings is set to False.")
+        config.tie_word_embeddings = model.config.tie_word_embeddings = False
 
 
 def _is_read(name: str, module: nn.Module) -> bool:

@@ -15,12 +15,8 @@ _numbers = itertools.count()
 
 
 class TunedTensors(nn.Module):
-    """One adapter's copies of some tensors of a module.
-
-    Args:
-        tensors: The copies by their name in the module, e.g. `weight` or `out_proj.weight`. Parameters stay
-            parameters, other tensors become buffers.
-    """
+    """One adapter's copies of some tensors of a module, by their name in it, e.g. `weight` or `out_proj.weight`.
+    Parameters stay parameters, other tensors become buffers."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]):
         nn.Module.__init__(self)

@@ -1,17 +1,15 @@
-"""Some samples in a batch, and their padding."""
+"""From whatever data a user has to batches of a known number of samples, padded on the right."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-
-from peft_surgical.layers import find_stacks
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 
 
 LABELS = ("labels", "label", "label_ids", "start_positions", "end_positions", "next_sentence_label")
@@ -20,15 +18,10 @@ LABELS = ("labels", "label", "label_ids", "start_positions", "end_positions", "n
 
 @dataclass(frozen=True)
 class Batch:
-    """Some samples.
+    """Some samples."""
 
-    Args:
-        inputs: What the data holds, labels included; the first dimension of each tensor runs over the samples.
-        index: The number of each sample among those that were drawn.
-    """
-
-    inputs: dict[str, Any]
-    index: tuple[int, ...]
+    inputs: dict[str, Any]  # what the data holds, labels included; the first dimension of each tensor is the samples
+    index: tuple[int, ...]  # the number of each sample among those that were drawn
 
     def __len__(self) -> int:
         return len(self.index)
@@ -85,19 +78,7 @@ def model_inputs(model: nn.Module, batch: Batch, names: set[str] | None) -> dict
 
 
 class PadRight:
-    """Puts features in a batch; sequences are padded on the right to the longest.
-
-    Args:
-        model: Its config has the padding token.
-
-    Example:
-
-        >>> from transformers import BertConfig, BertModel
-        >>> config = BertConfig(num_hidden_layers=1, hidden_size=8, num_attention_heads=2, intermediate_size=8)
-        >>> pad = PadRight(BertModel(config))
-        >>> pad([{"input_ids": [5, 6], "label": 1}, {"input_ids": [7], "label": 0}])["attention_mask"].tolist()
-        [[1, 1], [1, 0]]
-    """
+    """Puts features in a batch; sequences are padded on the right to the longest."""
 
     def __init__(self, model: nn.Module):
         self.pad_token = getattr(getattr(model, "config", None), "pad_token_id", None) or 0
@@ -124,12 +105,7 @@ class PadRight:
 
 def padded_right(batch: Batch, names: set[str] | None) -> Batch:
     """The batch with all padding on the right, so that each sample begins where it does alone, and without the columns
-    that are padding in every sample.
-
-    Args:
-        batch: The batch.
-        names: The arguments that the model's forward takes.
-    """
+    that are padding in every sample. `names` are the arguments of the model's forward."""
     mask = batch.inputs.get("attention_mask")
     if not isinstance(mask, Tensor) or mask.dim() < 2 or mask.is_floating_point() or not mask.any():
         return batch
@@ -178,35 +154,6 @@ def token_lengths(batch: Batch) -> Tensor | None:
     return lengths if bool((padded_right == mask.bool()).all()) else None
 
 
-class PaddingLengths:
-    """The lengths of samples, where a kernel can make use of them: on an accelerator.
-
-    Args:
-        model: The model.
-        device: Where it is.
-    """
-
-    def __init__(self, model: nn.Module, device: torch.device):
-        # a decoder has other lengths than the encoder, and an image has none
-        seq2seq = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
-        self.useful = device.type != "cpu" and not seq2seq
-        self.model, self.device = model, device
-
-    def find(self, batch: Batch) -> tuple[int, Tensor | None]:
-        """The tokens of each sample with padding, and without it, (N,)."""
-        lengths = token_lengths(batch) if self.useful else None
-        if lengths is None or not self._only_stack:
-            return 0, None
-        tokens = batch.inputs["attention_mask"].shape[1]
-        if bool((lengths == tokens).all()):
-            return tokens, None
-        return tokens, lengths.to(self.device, torch.int32)
-
-    @cached_property
-    def _only_stack(self) -> bool:
-        return len(find_stacks(self.model)) == 1
-
-
 def is_numeric(value: Any) -> bool:
     """Whether a tensor can be made of a value."""
     try:
@@ -214,3 +161,140 @@ def is_numeric(value: Any) -> bool:
     except (TypeError, ValueError, RuntimeError):
         return False
     return value is not None
+
+
+def draw_batches(
+    data: Any,
+    model: nn.Module,
+    *,
+    num_samples: int,
+    batch_size: int = 16,
+    data_collator: Callable[[list[Any]], Mapping[str, Any]] | None = None,
+    seed: int = 0,
+    rank: int = 0,
+    world_size: int = 1,
+) -> Iterator[Batch]:
+    """Draw samples and put them in batches of like length, that of the longest first, padded on the right.
+
+    Samples are drawn at random where the length of the data is known. Any other loader is read in its own order and
+    batches, no further than needed. Each process gets a part. Samples that a batch packs end to end are in batches of
+    their own.
+    """
+    for name, value in (("num_samples", num_samples), ("batch_size", batch_size)):
+        if not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name}={value!r}; allowed are integers from 1 on.")
+    if isinstance(data, DataLoader) and not _only_walks(data):
+        yield from _read_loader(data, model, num_samples, rank, world_size)
+        return
+    if isinstance(data, DataLoader):
+        data, data_collator = data.dataset, data.collate_fn
+    if isinstance(data, (str, bytes, Mapping)) or not (hasattr(data, "__getitem__") and hasattr(data, "__len__")):
+        raise TypeError(
+            f"data is a {type(data).__name__}; allowed are a datasets.Dataset, a sequence of feature dicts, or a "
+            "DataLoader. Wrap an iterable in a DataLoader."
+        )
+    if not len(data):
+        raise ValueError("data holds no samples.")
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.randperm(len(data), generator=generator)[:num_samples].tolist()
+    names = forward_names(model)
+    keep = None if names is None else names | set(LABELS)
+    features = [(i, _feature(data[place], keep)) for i, place in enumerate(drawn)]
+    features.sort(key=lambda pair: _length(pair[1]), reverse=True)
+    features = features[rank::world_size]
+    collate = data_collator or PadRight(model)
+
+    def batch(part: Sequence[tuple[int, Any]]) -> Batch:
+        inputs = collate([dict(f) if isinstance(f, Mapping) else f for _, f in part])
+        return Batch(_named(inputs, model), tuple(i for i, _ in part))
+
+    for first in range(0, len(features), batch_size):
+        part = features[first : first + batch_size]
+        together = batch(part)
+        packed = len(part) > 1 and _find_packed(together.inputs, len(part))
+        yield from (padded_right(b, names) for b in ([batch([one]) for one in part] if packed else [together]))
+
+
+def _feature(feature: Any, keep: set[str] | None) -> Any:
+    if keep is None or not isinstance(feature, Mapping):
+        return feature
+    kept = {k: v for k, v in feature.items() if k in keep}
+    if not kept:
+        raise ValueError(
+            f"A sample has the columns {sorted(feature)}, and the model's forward takes none of them: it takes "
+            f"{sorted(keep - set(LABELS))}. Tokenize the data first, or rename the columns."
+        )
+    return kept
+
+
+def _length(feature: Any) -> int:
+    if not isinstance(feature, Mapping):
+        return 0
+    for name in ("attention_mask", "input_ids"):
+        value = feature.get(name)
+        if value is not None and is_numeric(value):
+            value = torch.as_tensor(value)
+            return int(value.sum()) if name == "attention_mask" else value.shape[-1] if value.dim() else 0
+    return 0
+
+
+def _named(inputs: Any, model: nn.Module) -> dict[str, Any]:
+    """The columns of a batch by name. A pair is taken for the input and the labels."""
+    if isinstance(inputs, (tuple, list)) and len(inputs) == 2 and all(isinstance(x, Tensor) for x in inputs):
+        inputs = {next(iter(inspect.signature(model.forward).parameters)): inputs[0], "labels": inputs[1]}
+    if not isinstance(inputs, Mapping):
+        raise TypeError(
+            f"A batch is a {type(inputs).__name__}; needed is a dict of tensors, so that the columns have names, or a "
+            "pair of tensors (inputs, labels). Give a collate_fn or data_collator that returns one."
+        )
+    named = dict(inputs)
+    for name in ("label", "label_ids"):
+        if name in named and "labels" not in named:
+            named["labels"] = named.pop(name)
+    return named
+
+
+def _find_packed(inputs: Mapping[str, Any], samples: int) -> str | None:
+    """The name of a tensor whose first dimension does not run over the samples, such as the patches of all images."""
+    return next((k for k, v in inputs.items() if isinstance(v, Tensor) and v.dim() and len(v) != samples), None)
+
+
+def _count_samples(inputs: Mapping[str, Any]) -> int:
+    sizes = {k: len(v) for k, v in inputs.items() if isinstance(v, Tensor) and v.dim()}
+    return next((sizes[k] for k in ("labels", "input_ids", *sizes) if k in sizes), 0)
+
+
+def _only_walks(loader: DataLoader) -> bool:
+    """Whether a loader only goes through its data, so that samples can be drawn from the data itself."""
+    return (
+        isinstance(loader.dataset, Sized)
+        and hasattr(loader.dataset, "__getitem__")
+        and type(loader) is DataLoader
+        and type(loader.batch_sampler) is BatchSampler
+        and type(loader.sampler) in (SequentialSampler, RandomSampler)
+    )
+
+
+def _read_loader(loader: Iterable[Any], model: nn.Module, num_samples: int, rank: int, world: int) -> Iterator[Batch]:
+    """Read a loader in its order. One that is not split among processes is split here, batch by batch."""
+    split = type(loader) is not DataLoader or type(getattr(loader, "sampler", None)).__name__ == "DistributedSampler"
+    seen, names = 0, forward_names(model)
+    if world > 1 and split:
+        num_samples = num_samples // world + (rank < num_samples % world)
+    for number, inputs in enumerate(loader):
+        inputs = _named(inputs, model)
+        whole = _count_samples(inputs)
+        packed = _find_packed(inputs, whole)
+        if whole > 1 and packed:
+            raise ValueError(
+                f"The DataLoader gives {whole} samples with {len(inputs[packed])} rows of {packed}, and nothing tells "
+                "whose they are. Give it batch_size=1."
+            )
+        size = min(whole, num_samples - seen)
+        offset, stride = (rank, world) if split else (0, 1)
+        index = tuple(offset + stride * (seen + i) for i in range(whole))
+        if split or number % world == rank:
+            yield padded_right(Batch(inputs, index).select(0, size), names)
+        seen += size
+        if seen >= num_samples:
+            return

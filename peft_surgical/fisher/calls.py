@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
@@ -15,31 +14,25 @@ from peft_surgical.compat import tree_flatten
 
 
 UNKNOWN = -1
+"""The dimension of an argument that is not always a tensor, like a mask that is left out where there is no padding."""
 
 
 @dataclass
 class CallLayout:
-    """Which dimension of the tensors of one call runs over samples; None: the tensor belongs to all of them.
+    """Which dimension of the tensors of one call runs over samples; None: the tensor belongs to all of them."""
 
-    Args:
-        inputs: For each flattened argument. `UNKNOWN` if it is not always a tensor, like a mask that is left out where
-            there is no padding.
-        outputs: For each floating-point tensor returned.
-        complete: Whether every output belongs to single samples, or could be expanded to (its first dimension is 1).
-    """
-
-    inputs: list[int | None]
-    outputs: list[int | None]
-    complete: bool = True
+    inputs: list[int | None]  # for each flattened argument
+    outputs: list[int | None]  # for each floating-point tensor returned
+    complete: bool = True  # every output belongs to single samples, or can be expanded to (its first dimension is 1)
 
 
 @dataclass
 class _Trace:
-    """What is kept of a tensor: its shape, and some of its values in the run on one sample."""
+    """What is kept of a tensor."""
 
     shape: torch.Size
     floating: bool
-    values: Tensor | None
+    values: Tensor | None  # some of them, in the run on one sample
 
 
 @dataclass
@@ -48,12 +41,9 @@ class Call:
 
     inputs: list[_Trace | None]
     outputs: list[_Trace | None]
-    single: bool
-    """Whether one tensor, and nothing else, was returned."""
-    layout: CallLayout | None = None
-    """How it tells samples apart, as far as it does."""
-    tensors: tuple[list[Any], Any, Tensor] | None = None
-    """The arguments, their structure and the output, where all of them are kept."""
+    single: bool  # one tensor, and nothing else, was returned
+    layout: CallLayout | None = None  # how it tells samples apart, as far as it does
+    tensors: tuple[list[Any], Any, Tensor] | None = None  # arguments, their structure, output, where they are kept
 
 
 Calls = dict[nn.Module, list[Call]]
@@ -69,17 +59,9 @@ def record_calls(
     whole: Collection[nn.Module],
     before: Calls | None = None,
 ) -> Calls:
-    """Run a model and note the calls of some of its modules.
-
-    Args:
-        modules: The modules.
-        run: Runs the model.
-        whole: Modules of whose first call all tensors are kept.
-        before: The calls of a run on one sample. In this run, on two, it is then noted how they are told apart.
-
-    Returns:
-        The calls of each module, in order.
-    """
+    """Run a model and note the calls of some of its modules, in order; of the first call of those in `whole` keep all
+    tensors. `before` are the calls of a run on one sample: in this run, on two, it is then noted how they are told
+    apart."""
     recorder = _Recorder(before)
     handles = [m.register_forward_hook(OwnHook(recorder.note, m in whole), with_kwargs=True) for m in modules]
     try:
@@ -102,8 +84,6 @@ class _Recorder:
     def __init__(self, before: Calls | None):
         self.calls: Calls = {}
         self.before = before
-        self._seen: dict[int, tuple[weakref.ref, int, _Trace]] = {}
-        self._pairs: dict[tuple[int, int, int], int] = {}
         self._values: list[tuple[Tensor, Tensor]] = []
         self._unsure: list[tuple[Call, list[int]]] = []
 
@@ -125,12 +105,7 @@ class _Recorder:
     def _trace(self, x: Any) -> _Trace | None:
         if not isinstance(x, Tensor):
             return None
-        known, version = self._seen.get(id(x)), x._version
-        if known is not None and known[0]() is x and known[1] == version:
-            return known[2]  # what one module returns another gets, and a mask goes to all layers
-        trace = _Trace(x.shape, x.is_floating_point(), _some(x).clone() if self.before is None else None)
-        self._seen[id(x)] = weakref.ref(x), version, trace
-        return trace
+        return _Trace(x.shape, x.is_floating_point(), _some(x).clone() if self.before is None else None)
 
     def _compare_later(self, call: Call, one: Call, inputs: list[Any], outputs: list[Tensor]) -> None:
         """Tell the call's layout by the shapes, and note the values that it depends on."""
@@ -148,20 +123,14 @@ class _Recorder:
                 return
             axes.append(axis)
             if axis is not None and axis != UNKNOWN and old and new:
-                numbers.append(self._pair(old, new, x, axis))
+                assert old.values is not None
+                numbers.append(len(self._values))
+                self._values.append((old.values, _some(x.narrow(axis, 0, old.shape[axis])).clone()))
         axes, out_axes = axes[: len(inputs)], axes[len(inputs) :]
         expandable = (axis is not None or x.shape[:1] == (1,) for axis, x in zip(out_axes, outputs, strict=True))
         complete = any(axis is not None for axis in out_axes) and all(expandable)
         call.layout = CallLayout(axes, out_axes, complete)
         self._unsure.append((call, numbers))
-
-    def _pair(self, old: _Trace, new: _Trace, x: Tensor, axis: int) -> int:
-        key = id(old), id(new), axis
-        if key not in self._pairs:
-            self._pairs[key] = len(self._values)
-            assert old.values is not None
-            self._values.append((old.values, _some(x.narrow(axis, 0, old.shape[axis])).clone()))
-        return self._pairs[key]
 
     def compare(self) -> None:
         """Take back the layouts of calls whose values have another order than the shapes say."""

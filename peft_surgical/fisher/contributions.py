@@ -1,6 +1,6 @@
 """Some squared gradients of each sample, from which is estimated what it contributes to the norm of the diagonal.
 
-To tell how sure a score is, samples are drawn anew many times (`uncertainty.py`), which needs the contribution of each
+To tell how sure a score is, samples are drawn anew many times (`ranking.py`), which needs the contribution of each
 sample. The norm of F = mean_n d_n is a sum over samples: |F| = mean_n <F, d_n> / |F|, and to first order the norm of a
 re-weighted mean is the re-weighted mean of these terms. But F is known only at the end, and the d_n are never kept. So
 a hundred entries of each d_n are, drawn in proportion to the first batch's diagonal, which stand for the rest.
@@ -30,43 +30,20 @@ _TOGETHER = 2**23
 
 @dataclass(frozen=True)
 class Entries:
-    """Some entries of a parameter.
+    """M entries of a parameter, which is seen as a matrix (a vector as one row)."""
 
-    Args:
-        rows: The rows that they are in, (M,), where the parameter is seen as a matrix (a vector as one row).
-        columns: Their columns, (M,).
-        index: Their positions in the flattened parameter, (M,).
-        weight: How many entries each stands for, (M,): `(weight * x[index]).sum()` estimates the sum of x.
-    """
-
-    rows: Tensor
-    columns: Tensor
-    index: Tensor
-    weight: Tensor
+    rows: Tensor  # (M,)
+    columns: Tensor  # (M,)
+    index: Tensor  # their positions in the flattened parameter, (M,)
+    weight: Tensor  # how many each stands for, (M,): `(weight * x[index]).sum()` estimates the sum of x
 
 
 def choose_entries(diagonals: Tensor, count: int, generator: torch.Generator) -> list[Entries]:
-    """Choose entries from which a sum over all can be told, an entry about in proportion to its size.
+    """Choose entries of P parameters, (P, O, I), from which a sum over all can be told, in proportion to their size.
 
     Laid end to end, each as long as it is large, the entries are picked at equal distances from a random start. So
-    those that make up much of the sum are always there. A tenth of the length is shared out alike, so that nothing is
-    left out.
-
-    Args:
-        diagonals: What is known of the size of the entries of P parameters, not negative, (P, O, I).
-        count: How many entries of each, M. One may be there several times.
-        generator: Draws the start, on the same device.
-
-    Returns:
-        The entries of each parameter. What is estimated from them is right on average over draws.
-
-    Example:
-
-        >>> diagonal = torch.rand(1, 40, 30) ** 8
-        >>> (entries,) = choose_entries(diagonal, 200, torch.Generator().manual_seed(0))
-        >>> estimate = (entries.weight * diagonal.flatten()[entries.index]).sum()
-        >>> abs(estimate / diagonal.sum() - 1) < 0.1
-        tensor(True)
+    those that make up much of the sum are always there, some several times. A tenth of the length is shared out alike,
+    so that nothing is left out. What is estimated from them is right on average over draws.
     """
     number, height, width = diagonals.shape
     tiny = torch.finfo(diagonals.dtype).tiny
@@ -75,7 +52,7 @@ def choose_entries(diagonals: Tensor, count: int, generator: torch.Generator) ->
     by_row = length.sum(2)
     end_of_row = by_row.cumsum(1)
     total = end_of_row[:, -1:]
-    start = torch.rand((number, 1), generator=generator, device=diagonals.device, dtype=diagonals.dtype)
+    start = torch.rand((number, 1), generator=generator, dtype=diagonals.dtype).to(diagonals.device, non_blocking=True)
     points = (torch.arange(count, device=diagonals.device) + start) * (total / count)
     rows = torch.searchsorted(end_of_row, points).clamp_max_(height - 1)
     points -= (end_of_row - by_row).gather(1, rows)
@@ -84,24 +61,6 @@ def choose_entries(diagonals: Tensor, count: int, generator: torch.Generator) ->
     index = rows * width + columns
     weights = total / (length.flatten(1).gather(1, index) * count)
     return [Entries(*one) for one in zip(rows, columns, index, weights, strict=True)]
-
-
-class Generators:
-    """A random number generator for each device.
-
-    Args:
-        seed: Seed of all of them.
-    """
-
-    def __init__(self, seed: int):
-        self.seed = seed
-        self._made: dict[torch.device, torch.Generator] = {}
-
-    def on(self, device: torch.device) -> torch.Generator:
-        """That of a device."""
-        if device not in self._made:
-            self._made[device] = torch.Generator(device).manual_seed(self.seed)
-        return self._made[device]
 
 
 class KeptEntries:
@@ -133,19 +92,8 @@ class KeptEntries:
 def estimate_products(
     kept: Sequence[KeptEntries], diagonals: Sequence[Tensor], scales: Sequence[float], samples: int
 ) -> Tensor:
-    """Estimates of <F, d_n> for each parameter's F and the squared gradients d_n of each sample.
-
-    Args:
-        kept: What is kept of P parameters.
-        diagonals: F of each.
-        scales: Factors for each F, so that no product is too small.
-        samples: How many samples there were, N.
-
-    Returns:
-        (P, N) float64, on the CPU.
-    """
-    if not kept:
-        return torch.zeros(0, samples, dtype=torch.float64)
+    """Estimates of <F, d_n> for each of P parameters' F and the squared gradients d_n of each sample, (P, N) float64
+    on the CPU. The factors `scales` of the F keep the products from being too small."""
     pairs = zip(kept, diagonals, strict=True)
     flat = [d.flatten() if k.entries is None else d.flatten()[k.entries.index] for k, d in pairs]
     flat = list(torch._foreach_mul(flat, list(scales)))
@@ -173,29 +121,18 @@ class _Waiting:
 
 
 class EntryKeeper:
-    """Keeps entries for several parameters. Their first gradients wait until the entries can be chosen.
+    """Keeps entries for several parameters. Their first gradients wait until the entries can be chosen."""
 
-    Args:
-        generators: Random numbers.
-    """
-
-    def __init__(self, generators: Generators):
-        self.generators = generators
+    def __init__(self, generator: torch.Generator):
+        self.generator = generator
         self._waiting: list[_Waiting] = []
         self._entries = 0
 
     def keep(
         self, kept: KeptEntries, first: int, gradients: SampleGradients, total: Tensor, queue: SquareQueue
     ) -> None:
-        """Keep some entries.
-
-        Args:
-            kept: Where to.
-            first: The number of the first sample.
-            gradients: The gradients; they must not change before `flush`.
-            total: The sum of squares that the entries are chosen by.
-            queue: What still has to be added to it.
-        """
+        """Keep some entries of gradients that must not change before `flush`, of samples from number `first` on. They
+        are chosen by `total`, the sum of squares, to which what is in the queue has still to be added."""
         if not kept.chosen and gradients.size <= _WHOLE:
             kept.choose(None)
         if kept.chosen:
@@ -214,15 +151,11 @@ class EntryKeeper:
             alike.setdefault((waiting.total.device, waiting.total.dtype, waiting.total.shape), []).append(waiting)
         self._waiting.clear()
         self._entries = 0
-        for (device, *_), group in alike.items():
+        for group in alike.values():
             first_of = list({id(w.kept): w for w in group if not w.kept.chosen}.values())
-            diagonals = torch.stack([_as_matrix(w.total) for w in first_of])
-            found: Sequence[Entries] = choose_entries(diagonals, ENTRIES, self.generators.on(device))
+            diagonals = torch.stack([w.total.view(-1, w.total.shape[-1]) for w in first_of])  # a vector is one row
+            found = choose_entries(diagonals, ENTRIES, self.generator)
             for waiting, entries in zip(first_of, found, strict=True):
                 waiting.kept.choose(entries)
             for waiting in group:
                 waiting.kept.add(waiting.first, waiting.gradients)
-
-
-def _as_matrix(diagonal: Tensor) -> Tensor:
-    return diagonal if diagonal.dim() == 2 else diagonal[None]

@@ -11,55 +11,66 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from tqdm.auto import tqdm
 
 from peft_surgical.distributed import gather, on_all_ranks
-from peft_surgical.fisher.batches import LABELS, Batch, PaddingLengths, forward_names, model_inputs, padded_right
-from peft_surgical.fisher.contributions import Generators
+from peft_surgical.fisher.batches import LABELS, Batch, forward_names, model_inputs, padded_right, token_lengths
 from peft_surgical.fisher.gradients import DenseGradients
 from peft_surgical.fisher.guard import DependsOnBatch, Guard
 from peft_surgical.fisher.listen import GradientListener, NotFinite, Unusual
 from peft_surgical.fisher.model_state import layer_parameters
-from peft_surgical.fisher.objective import Objective, Rows, TaskObjective, all_finite, check_values, no_gradient
+from peft_surgical.fisher.objective import (
+    Objective,
+    Rows,
+    TaskObjective,
+    all_finite,
+    check_values,
+    no_gradient,
+    row_gradients,
+)
 from peft_surgical.fisher.squares import SquareQueue
 from peft_surgical.fisher.sums import LayerSums, Sink, TensorFisher
 from peft_surgical.fisher.targets import CannotTellSamplesApart, Targets
-from peft_surgical.layers import Layer
+from peft_surgical.layers import Layer, find_stacks
 
 
 logger = logging.getLogger(__name__)
 
 
 class Progress:
-    """Hears how far a measurement is. This one does nothing."""
+    """Shows how far a measurement is, if it is to be shown."""
+
+    def __init__(self, shown: bool = False):
+        self._shown = shown
+        self._bar: tqdm | None = None
 
     def expect(self, steps: int, unit: str) -> None:
         """There will be so many steps."""
+        self.close()
+        self._bar = tqdm(total=steps, desc="ranking layers", unit=unit, disable=not self._shown)
 
     def advance(self, steps: int) -> None:
         """So many steps more are done."""
+        if self._bar is not None:
+            self._bar.update(steps)
+
+    def close(self) -> None:
+        """Nothing more will be done."""
+        if self._bar is not None:
+            self._bar.close()
 
 
 @dataclass(frozen=True)
 class FisherTask:
-    """What is to be measured.
-
-    Args:
-        model: The base model.
-        layers: The layers.
-        objective: What is differentiated.
-        diagonal: Whether the norm of the diagonal is wanted, or only its trace.
-        contributions: Whether to estimate what each sample contributes to the norm.
-        seed: Seed of that estimate.
-        verify: Whether to check one sample on some modules against plain autograd.
-    """
+    """What is to be measured."""
 
     model: nn.Module
     layers: Sequence[Layer]
     objective: Objective
-    diagonal: bool = True
-    contributions: bool = True
+    diagonal: bool = True  # for its norm; else only its trace
+    contributions: bool = True  # an estimate, from the seed, of what each sample adds to the norm
     seed: int = 0
-    verify: bool = True
+    verify: bool = True  # one sample on some modules, against plain autograd
 
     @cached_property
     def parameters(self) -> list[dict[str, nn.Parameter]]:
@@ -68,11 +79,7 @@ class FisherTask:
 
 
 class Runner:
-    """Runs a model on batches.
-
-    Args:
-        task: What is measured.
-    """
+    """Runs a task's model on batches."""
 
     def __init__(self, task: FisherTask):
         self.model, self.objective = task.model, task.objective
@@ -95,11 +102,7 @@ class Runner:
         return padded_right(batch.select(n, n + 1), self.names)
 
     def checked_rows(self, batch: Batch) -> Rows:
-        """The same, where it is finite and depends on the layers.
-
-        Raises:
-            ValueError: It is not or does not.
-        """
+        """The same, where it is finite and depends on the layers; else a `ValueError`."""
         rows = self.rows(batch)
         check_values(rows.values, batch)
         if not rows.values.requires_grad:
@@ -108,43 +111,28 @@ class Runner:
 
 
 class Engine(ABC):
-    """Goes through the samples, once for each group of layers.
-
-    Args:
-        task: What is measured.
-        batches: The samples.
-
-    Attributes:
-        samples: The number of each sample in the draw, of all processes.
-        counts: What each of them adds to the divisor, (N,) float64.
-    """
+    """Goes through the samples, once for each group of layers. Then `samples` are the numbers of the samples of all
+    processes in the draw, and `counts` what each of them adds to the divisor, (N,) float64."""
 
     name = ""
 
     def __init__(self, task: FisherTask, batches: Sequence[Batch]):
         self.task, self.batches, self.runner = task, batches, Runner(task)
-        self.got_gradient = False
         self.samples: list[int] = []
         self.counts = torch.zeros(0, dtype=torch.float64)
 
     def measure(self, groups: Sequence[Sequence[int]], progress: Progress) -> list[dict[str, TensorFisher]]:
-        """For each layer the diagonal Fisher of its parameters, the mean over the samples of all processes.
-
-        Args:
-            groups: The numbers of the layers that are measured in each pass over the samples.
-            progress: Hears how far it is.
-        """
+        """For each layer the diagonal Fisher of its parameters, the mean over the samples of all processes. Each group
+        of layers, by their numbers, takes a pass over the samples."""
         progress.expect(len(groups) * sum(len(batch) for batch in self.batches), " samples")
-        generators = Generators(self.task.seed) if self.task.contributions else None
+        generator = torch.Generator().manual_seed(self.task.seed) if self.task.contributions else None
         found: dict[int, dict[str, TensorFisher]] = {}
         for group in groups:
-            sums = LayerSums([self.task.parameters[n] for n in group], self.task.diagonal, generators)
+            sums = LayerSums([self.task.parameters[n] for n in group], self.task.diagonal, generator)
             on_all_ranks(partial(self._go_through, sums, progress))
             self._gather_samples()
             found |= zip(group, sums.results(float(self.counts.sum())), strict=True)
             on_all_ranks(self.check)
-        if not any(gather(self.got_gradient)):
-            raise ValueError(no_gradient(self.task.model))
         return [found[number] for number in range(len(found))]
 
     def _go_through(self, sums: LayerSums, progress: Progress) -> None:
@@ -167,11 +155,7 @@ class Engine(ABC):
         """Add a batch to the sums, and note its samples."""
 
     def check(self) -> None:  # noqa: B027  most engines leave nothing
-        """Check the gradients of the last batch, which may wait for the results.
-
-        Raises:
-            ValueError: One is not finite.
-        """
+        """Check that the gradients of the last batch are finite, which may wait for the results."""
 
 
 class HookEngine(Engine):
@@ -185,7 +169,9 @@ class HookEngine(Engine):
         self.targets = Targets(task.model, layers, parameters, self.runner.forward, batches)
         if not isinstance(task.objective, TaskObjective):  # a function of the user's own, which sees no copies
             self.targets.usual = None
-        self.padding = PaddingLengths(task.model, self.runner.device)
+        # a decoder has other lengths than the encoder, and an image has none
+        seq2seq = getattr(getattr(task.model, "config", None), "is_encoder_decoder", False)
+        self._has_lengths = self.runner.device.type != "cpu" and not seq2seq and len(find_stacks(task.model)) == 1
         self.guard = Guard(self.runner, self.targets, batches) if task.verify else None
         self._unchecked: tuple[Batch, LayerSums, list[Tensor]] | None = None
 
@@ -228,9 +214,9 @@ class HookEngine(Engine):
         usual = bool(self.targets.usual) and (self._proved or len(batch) == 1)
         copied = usual and not self._seen and len(batch) > 1
         targets = self.targets.find(batch, sums.by_id, usual)
-        size = (len(batch), *self.padding.find(batch))
         watched = self.guard.watch(batch, targets, sums.by_id) if self.guard and not checked else {}
         sinks: dict[int, Sink] = {**sums.by_id, **watched}
+        size = (len(batch), *self._lengths(batch))
         with GradientListener(targets, sinks, *size, checked=checked, usual=usual, copied=copied) as listener:
             values, counts = self.runner.rows(batch.with_copy() if copied else batch)
             listener.check_usual()
@@ -238,20 +224,22 @@ class HookEngine(Engine):
                 values, counts = values[:, :-1], counts[:-1]
             sums.start(len(batch))
             seen = [values.detach()]
-            # of some groups of layers nothing depends, as of those above the one that is read
-            for k, row in enumerate(values if values.requires_grad else ()):
-                torch.autograd.backward(row.sum(), retain_graph=k + 1 < len(values))
-                seen += listener.take_gradients()
-                listener.finish()
-                listener.check_usual()
+            for gradients in listener.backward_passes(values):
+                seen += gradients
                 sums.finish()
-            self.got_gradient = self.got_gradient or listener.got_gradient
         if self.guard and watched:
             self.guard.check(batch, watched)
         if not checked:
             self.check()  # the batch before this one, so that the device need not wait for Python
             self._unchecked = batch, sums, seen
             self._seen.append((batch, counts))
+
+    def _lengths(self, batch: Batch) -> tuple[int, Tensor | None]:
+        """The tokens of each sample with padding, and without it, (N,), where a kernel can skip it."""
+        lengths = token_lengths(batch) if self._has_lengths else None
+        if lengths is None:
+            return 0, None
+        return batch.inputs["attention_mask"].shape[1], lengths.to(self.runner.device, torch.int32)
 
     def check(self) -> None:
         unchecked, self._unchecked = self._unchecked, None
@@ -287,13 +275,11 @@ class LoopEngine(Engine):
             p.requires_grad_()
         values, counts = self.runner.checked_rows(sample)
         sums.start(1)
-        for k, row in enumerate(values):
-            grads = torch.autograd.grad(row.sum(), parameters, retain_graph=k + 1 < len(values), allow_unused=True)
+        for grads in row_gradients(values, parameters):
             if not all_finite(grads):
                 raise ValueError(f"The gradient of sample {sample.index[0]} of the draw is not finite.")
             for p, g in zip(parameters, grads, strict=True):
                 if g is not None:
-                    self.got_gradient = True
                     sums.by_id[id(p)].add(DenseGradients(g[None]), 0, queue)
             queue.flush()
             sums.finish()

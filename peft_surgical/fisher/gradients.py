@@ -22,20 +22,11 @@ _CHUNK_ELEMENTS = 2**22
 
 
 class SampleGradients(ABC):
-    """The gradients of some samples with respect to one parameter.
-
-    Args:
-        samples: How many samples, N.
-        shape: Shape of the parameter.
-    """
+    """The gradients of some samples with respect to one parameter."""
 
     samples: int
-    shape: tuple[int, ...]
-
-    @property
-    @abstractmethod
-    def example(self) -> Tensor:
-        """A tensor with their type and device."""
+    shape: tuple[int, ...]  # of the parameter
+    example: Tensor  # with their type and device
 
     @property
     def device(self) -> torch.device:
@@ -81,13 +72,8 @@ class DenseGradients(SampleGradients):
     """Gradients that are stored, (N, *shape)."""
 
     def __init__(self, gradients: Tensor):
-        self.gradients = gradients
-        shape = gradients.shape
-        self.samples, self.shape = shape[0], shape[1:]
-
-    @property
-    def example(self) -> Tensor:
-        return self.gradients
+        self.gradients = self.example = gradients
+        self.samples, self.shape = len(gradients), gradients.shape[1:]
 
     def dense(self, first: int, stop: int) -> Tensor:
         return self.gradients[first:stop]
@@ -112,12 +98,8 @@ class ProductGradients(SampleGradients):
 
     def __init__(self, left: Tensor, right: Tensor, shape: Sequence[int] | None = None, lengths: Tensor | None = None):
         self.left, self.right, self.lengths = left, right, lengths
-        self.samples = left.shape[0]
+        self.samples, self.example = len(left), left
         self.shape = tuple(shape or (left.shape[-1], right.shape[-1]))
-
-    @property
-    def example(self) -> Tensor:
-        return self.left
 
     def dense(self, first: int, stop: int) -> Tensor:
         left, right = widen(self.left[first:stop]), widen(self.right[first:stop])
@@ -155,11 +137,7 @@ class RowGradients(SampleGradients):
 
     def __init__(self, rows: Tensor, gradients: Tensor, height: int):
         self.rows, self.gradients = rows, gradients
-        self.samples, self.shape = len(rows), (height, gradients.shape[-1])
-
-    @property
-    def example(self) -> Tensor:
-        return self.gradients
+        self.samples, self.shape, self.example = len(rows), (height, gradients.shape[-1]), gradients
 
     def dense(self, first: int, stop: int) -> Tensor:
         rows, gradients = self.rows[first:stop], widen(self.gradients[first:stop])
@@ -194,11 +172,7 @@ class SummedGradients(SampleGradients):
 
     def __init__(self, terms: Sequence[SampleGradients]):
         self.terms = terms
-        self.samples, self.shape = terms[0].samples, terms[0].shape
-
-    @property
-    def example(self) -> Tensor:
-        return self.terms[0].example
+        self.samples, self.shape, self.example = terms[0].samples, terms[0].shape, terms[0].example
 
     def dense(self, first: int, stop: int) -> Tensor:
         return torch.stack([term.dense(first, stop).view(-1, *self.shape) for term in self.terms]).sum(0)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from peft_surgical.fisher.batches import Batch
 from peft_surgical.fisher.gradients import SampleGradients
 from peft_surgical.fisher.listen import GradientListener
-from peft_surgical.fisher.objective import Rows, TaskObjective
+from peft_surgical.fisher.objective import Rows, TaskObjective, row_gradients
 from peft_surgical.fisher.squares import widen
 from peft_surgical.fisher.targets import HookTarget, Targets
 from peft_surgical.fisher.tasks import IGNORED, NEXT_TOKENS, TOKENS
@@ -36,12 +36,8 @@ Squares = Mapping[int, Tensor]
 
 
 class SampleSquares:
-    """Takes the place of a parameter's sum, passes everything on, and keeps what one sample adds.
-
-    Args:
-        sample: The number of the sample in its batch.
-        into: The sum.
-    """
+    """Takes the place of a parameter's sum, passes everything on to it, and keeps what one sample of the batch
+    adds."""
 
     def __init__(self, sample: int, into: Any = None):
         self.sample, self.into = sample, into
@@ -62,13 +58,7 @@ class DependsOnBatch(Exception):
 
 
 class Guard:
-    """Checks one sample, that with the most padding, on the smallest module of each kind.
-
-    Args:
-        runner: Runs the model.
-        targets: Finds the modules to listen to.
-        batches: The samples.
-    """
+    """Checks one sample, that with the most padding, on the smallest module of each kind."""
 
     def __init__(self, runner: Any, targets: Targets, batches: Sequence[Batch]):
         self.runner, self.targets = runner, targets
@@ -91,12 +81,8 @@ class Guard:
         return {id(p): SampleSquares(number, sums[id(p)]) for t in self._watched for p in t.parameters.values()}
 
     def check(self, batch: Batch, watches: Mapping[int, SampleSquares]) -> None:
-        """Compare what was found while the batch ran.
-
-        Raises:
-            DependsOnBatch: See there.
-            ValueError: The gradient at a module is not that of plain autograd.
-        """
+        """Compare what was found while the batch ran; raises `DependsOnBatch`, or a `ValueError` where the gradient at
+        a module is not that of plain autograd."""
         assert self.sample is not None
         alone, objective = self.runner.alone(batch, batch.index.index(self.sample)), self.runner.objective
         if isinstance(objective, TaskObjective):
@@ -132,11 +118,8 @@ class Guard:
     def _listen(self, alone: Batch, rows: Callable[[], Rows], parameters: Sequence[nn.Parameter]) -> Squares:
         watches = {id(p): SampleSquares(0) for p in parameters}
         with GradientListener(self.targets.find(alone, watches, usual=False), watches, 1) as listener:
-            values = rows().values
-            for k, row in enumerate(values if values.requires_grad else ()):
-                torch.autograd.backward(row.sum(), retain_graph=k + 1 < len(values))
-                listener.take_gradients()
-                listener.finish()
+            for _ in listener.backward_passes(rows().values):
+                pass
         return {key: watch.squares for key, watch in watches.items()}
 
     def _find_wrong(self, found: Squares, expected: Squares) -> str | None:
@@ -173,22 +156,13 @@ def _padding(batch: Batch) -> list[int]:
 
 
 def autograd_squares(rows: Callable[[], Rows], parameters: Sequence[nn.Parameter]) -> Squares:
-    """What a sample adds to the diagonal, by plain autograd.
-
-    Args:
-        rows: What is differentiated, of a batch of one sample.
-        parameters: The parameters.
-
-    Returns:
-        The squared gradients, summed over rows, by the `id` of the parameter.
-    """
+    """What a sample adds to the diagonal, by plain autograd: the squared gradients of `rows`, which are of a batch of
+    one, summed over them, by the `id` of the parameter."""
     total = {id(p): torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for p in parameters}
     try:
         for p in parameters:
             p.requires_grad_()
-        values = rows().values
-        for k, row in enumerate(values if values.requires_grad else ()):
-            grads = torch.autograd.grad(row.sum(), parameters, retain_graph=k + 1 < len(values), allow_unused=True)
+        for grads in row_gradients(rows().values, parameters):
             for p, g in zip(parameters, grads, strict=True):
                 if g is not None:
                     total[id(p)] += g.to(total[id(p)].dtype).square()
@@ -199,20 +173,11 @@ def autograd_squares(rows: Callable[[], Rows], parameters: Sequence[nn.Parameter
 
 
 def agree_with_loss(runner: Any, batches: Sequence[Batch]) -> TaskObjective:
-    """The objective, read as the model's own loss reads labels.
+    """The objective of a task, read as the model's own loss reads labels; a `ValueError` where the loss is another one
+    than the log-likelihood of the labels.
 
     Most decoders predict the next token from each, but in some (BART's, XLM) labels stand at their own logits, and the
     class's name does not tell which. So one sample shows it, whose loss the model computes too.
-
-    Args:
-        runner: Runs the model; its objective is that of a task.
-        batches: The samples.
-
-    Returns:
-        The objective as it was, or one that reads labels in another place.
-
-    Raises:
-        ValueError: The loss is another one than the log-likelihood of the labels.
     """
     objective: TaskObjective = runner.objective
     sample = min((runner.alone(b, n) for b in batches[-1:] for n in range(len(b))), key=_size, default=None)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -82,7 +82,6 @@ class GradientListener:
         owners = Counter(id(p) for target in targets for p in target.parameters.values())
         self._tied = {key for key, count in owners.items() if count > 1}
         self.anchors: list[Tensor] = []
-        self.got_gradient = False
         self._calls: dict[int, int] = {}
         self._local: dict[int, tuple[HookTarget, list[LocalCall]]] = {}
         self._waiting: dict[int, list[SampleGradients]] = {}
@@ -106,26 +105,27 @@ class GradientListener:
 
     def check_usual(self) -> None:
         """Check after the forward pass that each target was called, and after the backward pass that nothing but the
-        copy's own value depends on the rows of the copy. This is what makes rows the rows of a sample.
-
-        Raises:
-            Unusual: It is not so.
-        """
+        copy's own value depends on the rows of the copy; raises `Unusual`. This is what makes rows the rows of a
+        sample."""
         if self.usual and len(self._calls) < len(self.targets):
             raise Unusual("not every module is called")
         if self._of_copy and any(torch.stack([found.to(self._of_copy[0]) for found in self._of_copy]).tolist()):
             raise Unusual("a module sees something else than samples in a row")
         self._of_copy.clear()
 
-    def take_gradients(self) -> list[Tensor]:
-        """The gradients at the anchors, after which these are free for another backward pass."""
-        found = [anchor.grad for anchor in self.anchors if anchor.grad is not None]
-        for anchor in self.anchors:
-            anchor.grad = None
-        return found
+    def backward_passes(self, values: Tensor) -> Iterator[list[Tensor]]:
+        """A backward pass for each row of an objective. After each come the gradients at the anchors."""
+        # of some groups of layers nothing depends, as of those above the one that is read
+        for k, row in enumerate(values if values.requires_grad else ()):
+            torch.autograd.backward(row.sum(), retain_graph=k + 1 < len(values))
+            found = [anchor.grad for anchor in self.anchors if anchor.grad is not None]
+            for anchor in self.anchors:
+                anchor.grad = None
+            self._finish()
+            self.check_usual()
+            yield found
 
-    def finish(self) -> None:
-        """Finish a backward pass."""
+    def _finish(self) -> None:
         with torch.no_grad():
             self._take_arrived()
         self._paused = True
@@ -211,7 +211,6 @@ class GradientListener:
         if gradient is None:
             reason = "what follows has no backward pass, as quantised layers made ready for inference"
             raise ValueError(f"No gradient comes back to {use.target.name}: {reason}. Load the model anew.")
-        self.got_gradient = True
         self._arrived.append((use, gradient))
         self._entries += use.target.size
         if self._entries >= _TOGETHER or self.checked or on_cpu(gradient):
@@ -244,7 +243,6 @@ class GradientListener:
             self._collect(parameter, gradients[name], once)
 
     def _on_local_gradient(self, target: HookTarget, call: LocalCall, number: int, gradient: Tensor) -> None:
-        self.got_gradient = True
         if self.checked:
             self._check_finite(target, samples_first(gradient, call.output_axes[number], self.samples))
         call.gradients[number] = gradient

@@ -31,21 +31,13 @@ _USABLE = 0.5
 
 @dataclass(frozen=True)
 class FisherMeasurement:
-    """The diagonal Fisher of some layers, and the samples it was measured on.
+    """The diagonal Fisher of some layers, and the samples it was measured on."""
 
-    Args:
-        layers: For each layer the diagonal Fisher of its parameters, by name.
-        samples: The number of each sample in the draw, in the order of `TensorFisher.contributions`.
-        counts: What each sample added to the divisor, (N,) float64.
-        engine: How it was measured, `"hooks"` or `"loop"`.
-        passes: How often the model went through the samples.
-    """
-
-    layers: list[dict[str, TensorFisher]]
-    samples: list[int]
-    counts: Tensor
+    layers: list[dict[str, TensorFisher]]  # by the names of the parameters
+    samples: list[int]  # the number of each in the draw, in the order of `TensorFisher.contributions`
+    counts: Tensor  # what each sample added to the divisor, (N,) float64
     engine: str
-    passes: int
+    passes: int  # how often the model went through the samples
 
 
 def layer_fisher(
@@ -61,32 +53,12 @@ def layer_fisher(
     progress: Progress | None = None,
     verify: bool = True,
 ) -> FisherMeasurement:
-    """Measure the diagonal Fisher of layers.
+    """Measure the diagonal Fisher of layers, from `resolve_layers`, on batches from `draw_batches`, with an objective
+    from `make_objective`.
 
-    In a distributed run each process goes through its own batches, and all get the same result.
-
-    Args:
-        model: The model. Nothing about it is changed, whatever happens.
-        layers: The layers, from `resolve_layers`.
-        batches: The samples, from `draw_batches`.
-        objective: What is differentiated, from `make_objective`.
-        diagonal: Whether the norm of the diagonal is wanted. False measures only its trace, which takes no memory of
-            the size of the layers.
-        engine: `"auto"` (as many layers at a time as fit, in as many passes over the samples as that takes),
-            `"hooks"` (all layers in one pass), `"layer_major"` (a pass for each layer: the least memory), or `"loop"`
-            (plain autograd, one sample at a time; slow). The scores are the same.
-        contributions: Whether to estimate what each sample contributes to the norms.
-        seed: Seed of that estimate, and of the global random numbers meanwhile.
-        progress: Hears how far it is.
-        verify: Whether to check one sample on a module of each kind against plain autograd.
-
-    Returns:
-        The measurement.
-
-    Raises:
-        ValueError: An option is unknown; there are no samples; a value or a gradient is not finite; no layer gets a
-            gradient; a parameter has no data; a gradient is not that of plain autograd; a user's objective depends on
-            other samples.
+    Nothing about the model is changed, whatever happens. In a distributed run each process goes through its own
+    batches, and all get the same result. Without `diagonal` only its trace is measured, which takes no memory of the
+    size of the layers. The engines, whose scores are the same, are those of `rank_layers`.
     """
     if engine not in ENGINES:
         raise ValueError(f"engine={engine!r} is unknown; allowed are {', '.join(map(repr, ENGINES))}.")

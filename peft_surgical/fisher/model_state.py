@@ -27,24 +27,8 @@ _LARGEST_BUFFER = 2**20
 
 @contextmanager
 def untouched(model: nn.Module, seed: int = 0) -> Iterator[None]:
-    """A context for measuring: evaluation mode, nothing requires a gradient, adapters off, no caches; all put back.
-
-    Args:
-        model: Any module, also one that holds adapters.
-        seed: Seeds the global random number generators inside the context, for data collators that use them.
-
-    Raises:
-        ValueError: An adapter is merged into the base.
-
-    Example:
-
-        >>> model = nn.Sequential(nn.Linear(2, 2), nn.Dropout()).train()
-        >>> with untouched(model):
-        ...     model.training, model[0].weight.requires_grad
-        (False, False)
-        >>> model.training, model[0].weight.requires_grad
-        (True, True)
-    """
+    """A context for measuring: evaluation mode, nothing requires a gradient, adapters off, no caches, global random
+    numbers from the seed; all put back. A `ValueError` if an adapter is merged into the base."""
     modules = list(model.modules())
     # by place: a module with offloaded weights has other parameter objects after each call
     parameters = [(m, name, p) for m in modules for name, p in m._parameters.items() if p is not None]
@@ -191,17 +175,11 @@ def _no_cache(modules: Sequence[nn.Module]) -> Iterator[None]:
 
 
 class Owner(NamedTuple):
-    """A module, and some parameters that it owns itself.
-
-    Args:
-        path: The module's path in the model.
-        module: The module.
-        parameters: The parameters, by their name in the module.
-    """
+    """A module, and some parameters that it owns itself."""
 
     path: str
     module: nn.Module
-    parameters: dict[str, nn.Parameter]
+    parameters: dict[str, nn.Parameter]  # by their name in the module
 
 
 def layer_parameters(layers: Sequence[Layer]) -> list[dict[str, nn.Parameter]]:
@@ -219,10 +197,8 @@ def layer_parameters(layers: Sequence[Layer]) -> list[dict[str, nn.Parameter]]:
 
 
 def find_owners(model: nn.Module, parameters: Iterable[nn.Parameter]) -> list[Owner]:
-    """The modules that own some of these parameters, in the order of the model.
-
-    To be called before the model runs: offloaded modules have other parameter objects after each call.
-    """
+    """The modules that own some of these parameters, in the order of the model. To be called before the model runs:
+    offloaded modules have other parameter objects after each call."""
     wanted = {id(p) for p in parameters}
     owners = []
     for path, module in model.named_modules():

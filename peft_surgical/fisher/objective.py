@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -48,15 +48,10 @@ def no_gradient(model: nn.Module) -> str:
 
 
 class Rows(NamedTuple):
-    """What is differentiated for a batch.
+    """What is differentiated for a batch."""
 
-    Args:
-        values: (K, N). The squared gradients of a sample's K values add up.
-        counts: (N,). What each sample adds to the divisor: 1, or its number of labelled tokens.
-    """
-
-    values: Tensor
-    counts: Tensor
+    values: Tensor  # (K, N): the squared gradients of a sample's K values add up
+    counts: Tensor  # what each sample adds to the divisor, (N,): 1, or its number of labelled tokens
 
 
 Objective = Callable[[Any, Batch], Rows]
@@ -66,24 +61,17 @@ Objective = Callable[[Any, Batch], Rows]
 class TaskObjective:
     """The objective of a task.
 
-    Args:
-        reader: Reads a model's outputs and labels.
-        labels: Where labels come from: `"given"`, `"sampled"` or `"exact"`.
-        unit: `"sequence"`: the labels of a sample are one outcome, their log-likelihoods add up. `"token"`: each label
-            is an outcome of its own, and the mean is over labels.
-        draws: Labels drawn for each sample, for `"sampled"`.
-        seed: Seed of the draws. A sample gets the same ones whatever it shares a batch with.
-        ignore_index: The label of slots without one.
-        drawn: Labels to take in place of drawn ones, (D, slots with a label), for a batch of one.
+    With the unit `"sequence"` the labels of a sample are one outcome, their log-likelihoods add up. With `"token"`
+    each label is an outcome of its own, and the mean is over labels.
     """
 
     reader: TaskReader
     labels: str
     unit: str
     draws: int
-    seed: int
+    seed: int  # a sample gets the same draws whatever it shares a batch with
     ignore_index: int = IGNORED
-    drawn: Tensor | None = None
+    drawn: Tensor | None = None  # takes the place of draws, (D, slots with a label), for a batch of one
 
     def __call__(self, outputs: Any, batch: Batch) -> Rows:
         distribution = self.reader.distribution(outputs, batch)
@@ -100,13 +88,10 @@ class TaskObjective:
             )
         valid = self._valid(distribution, labels, batch)
         values = self._values(distribution, labels, valid, batch)  # (K, N, S)
-        if self.unit == "token":
-            values = values[..., valid.any(0)].permute(2, 0, 1).flatten(0, 1)
-            return Rows(values, valid.sum(1))
-        if self.labels == "exact":
-            values = values[..., valid.any(0)].permute(2, 0, 1).flatten(0, 1)
-            return Rows(values, torch.ones(len(batch)))
-        return Rows(values.sum(-1), torch.ones(len(batch)))
+        counts = valid.sum(1) if self.unit == "token" else torch.ones(len(batch))
+        if self.unit == "token" or self.labels == "exact":
+            return Rows(values[..., valid.any(0)].permute(2, 0, 1).flatten(0, 1), counts)
+        return Rows(values.sum(-1), counts)
 
     def mean_loss(self, outputs: Any, batch: Batch) -> float:
         """What the model's own loss should be for the batch's labels; NaN if there are none."""
@@ -171,17 +156,8 @@ class TaskObjective:
 
 
 def uniform_numbers(seed: int, index: Sequence[int], draws: int, valid: Tensor) -> Tensor:
-    """Numbers between 0 and 1 that depend on the seed and the sample alone, not on its batch or padding.
-
-    Args:
-        seed: The seed.
-        index: The number of each sample, N.
-        draws: D.
-        valid: Which slots need one, (N, S).
-
-    Returns:
-        (D, N, S) float64.
-    """
+    """Numbers between 0 and 1, (D, N, S) float64, that depend on the seed and the sample's number alone, not on its
+    batch or padding. Only the valid slots, (N, S), get one."""
     out = torch.full((draws, *valid.shape), 0.5, dtype=torch.float64)
     for n, (sample, used) in enumerate(zip(index, valid.cpu(), strict=True)):
         numbers = random.Random(f"{seed}/{sample}")
@@ -201,23 +177,7 @@ def make_objective(
     log_likelihood: Callable[[Any, Mapping[str, Any]], Tensor] | None = None,
     ignore_index: int = IGNORED,
 ) -> Objective:
-    """The objective of a model's task.
-
-    Args:
-        model: The model; its class tells the task.
-        labels: `"given"`, `"sampled"` or `"exact"`.
-        unit: `"sequence"` or `"token"`.
-        draws: Labels drawn for each sample, for `"sampled"`.
-        seed: Seed of the draws.
-        log_likelihood: The user's own `(outputs, batch) -> (N,)`, with labels given.
-        ignore_index: The label of slots without one.
-
-    Returns:
-        A function of the model's outputs and the batch.
-
-    Raises:
-        ValueError: An option is unknown, or the model's class has no known task.
-    """
+    """The objective of the task that a model's class tells, or of the user's own `log_likelihood`."""
     if labels not in LABEL_MODES:
         raise ValueError(f"labels={labels!r} is unknown; allowed are {', '.join(map(repr, LABEL_MODES))}.")
     if unit not in UNITS:
@@ -249,12 +209,14 @@ class _UserObjective:
         return Rows(values[None], torch.ones(len(batch)))
 
 
-def check_values(values: Tensor, batch: Batch) -> None:
-    """Check what is differentiated.
+def row_gradients(values: Tensor, parameters: Sequence[nn.Parameter]) -> Iterator[tuple[Tensor | None, ...]]:
+    """The gradients of each row of an objective, by plain autograd; None where it does not depend on a parameter."""
+    for k, row in enumerate(values if values.requires_grad else ()):
+        yield torch.autograd.grad(row.sum(), parameters, retain_graph=k + 1 < len(values), allow_unused=True)
 
-    Raises:
-        ValueError: A value is not finite.
-    """
+
+def check_values(values: Tensor, batch: Batch) -> None:
+    """Check that what is differentiated is finite; else a `ValueError` that names the sample."""
     bad = ~torch.isfinite(values.detach()).all(0)
     if bad.any():
         sample = batch.index[int(bad.nonzero()[0])]

@@ -28,38 +28,22 @@ _CHUNK_ELEMENTS = 2**24
 
 @dataclass
 class LocalCall:
-    """One call of a module, as recorded in the forward and the backward pass.
+    """One call of a module. An axis is the dimension that runs over the samples; None: it belongs to all of them."""
 
-    Args:
-        inputs: The flattened arguments; tensors and whatever else was passed.
-        input_axes: For each, the dimension that runs over the samples, or None if it belongs to all of them.
-        spec: How to put the arguments together again.
-        output_axes: The dimension that runs over the samples, for each floating-point tensor that was returned.
-        versions: How often each argument had been written to.
-        gradients: The gradients at those tensors, as far as there are any.
-    """
-
-    inputs: list[Any]
+    inputs: list[Any]  # the flattened arguments
     input_axes: list[int | None]
-    spec: TreeSpec
-    output_axes: list[int | None]
-    versions: list[int] = field(default_factory=list)
-    gradients: dict[int, Tensor] = field(default_factory=dict)
+    spec: TreeSpec  # how to put the arguments together again
+    output_axes: list[int | None]  # for each floating-point tensor that was returned
+    versions: list[int] = field(default_factory=list)  # how often each argument had been written to
+    gradients: dict[int, Tensor] = field(default_factory=dict)  # at the outputs, as far as there are any
 
 
 def local_gradients(
     module: nn.Module, parameters: Mapping[str, nn.Parameter], calls: Sequence[LocalCall], samples: int
 ) -> Iterator[tuple[int, dict[str, Tensor]]]:
-    """The gradients of a module's parameters for each sample, some samples at a time.
+    """The gradients of a module's parameters for each sample, from its calls in one forward pass.
 
-    Args:
-        module: The module.
-        parameters: The parameters that are asked for, by their name in the module.
-        calls: Its calls in one forward pass.
-        samples: How many samples were in the batch, N.
-
-    Yields:
-        The number of the first sample, and for each parameter (samples, *shape).
+    Some samples at a time: the number of the first one, and (samples, *shape) for each parameter.
     """
     values = {name: p.detach() for name, p in parameters.items()}
     if any(v.is_meta or not v.is_floating_point() for v in values.values()):
@@ -106,18 +90,13 @@ def _vmapped(
         ]
         which = list(call.gradients)
         grads = [samples_first(call.gradients[i], call.output_axes[i], samples)[chunk] for i in which]
-        split = [i for i, axis in enumerate(call.input_axes) if axis is not None]
+        axes = [None if axis is None else 0 for axis in call.input_axes]
 
-        def one_sample(  # type: ignore[no-untyped-def]
-            sliced, grads, call=call, inputs=inputs, split=split, which=which
-        ):
-            own = list(inputs)
-            for i, x in zip(split, sliced, strict=True):
-                own[i] = x
-            pullback = vjp(lambda v: tuple(_outputs(module, v, own, call.spec)[i] for i in which), values)[1]
+        def one_sample(own, grads, spec=call.spec, which=which):  # type: ignore[no-untyped-def]
+            pullback = vjp(lambda v: tuple(_outputs(module, v, own, spec)[i] for i in which), values)[1]
             return pullback(tuple(grads))[0]
 
-        result = vmap(one_sample)([inputs[i] for i in split], grads)
+        result = vmap(one_sample, in_dims=(axes, 0))(inputs, grads)
         total = {name: total[name] + g if name in total else g for name, g in result.items()}
     return total
 

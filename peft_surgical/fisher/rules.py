@@ -116,7 +116,8 @@ def convolution(module: nn.Module, inputs: Tensor, grad_output: Tensor) -> Mappi
     assert isinstance(module, (nn.Conv1d, nn.Conv2d))
     x, g = inputs.flatten(0, 1), grad_output.flatten(0, 1)
     kernel, stride, dilation = module.kernel_size, module.stride, module.dilation
-    x = F.pad(x, module._reversed_padding_repeated_twice, _PADDING[module.padding_mode])
+    mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
+    x = F.pad(x, module._reversed_padding_repeated_twice, mode)
     if x.dim() == 3:  # unfold knows images only
         x, kernel, stride, dilation = x[:, :, None], (1, *kernel), (1, *stride), (1, *dilation)
     groups, samples = module.groups, len(inputs)
@@ -219,9 +220,6 @@ def is_packed_linear(module: nn.Module) -> bool:
     return all(isinstance(size, int) for size in sizes) and any(
         b is not None and not b.is_floating_point() for b in module._buffers.values()
     )
-
-
-_PADDING = {"zeros": "constant", "reflect": "reflect", "replicate": "replicate", "circular": "circular"}
 
 
 def _bias(module: nn.Module, g: Tensor) -> dict[str, SampleGradients]:

@@ -69,18 +69,6 @@ class SquareQueue:
 
     A transformer layer has a dozen small parameters, and starting a few small operations for each would take longer
     than the arithmetic. Whoever adds must call `flush` before reading any of the sums.
-
-    Example:
-
-        >>> queue, weight, bias = SquareQueue(), torch.zeros(3, 2), torch.zeros(3)
-        >>> g, a = torch.randn(5, 7, 3), torch.randn(5, 7, 2)
-        >>> queue.add_products(weight, g, a)
-        >>> queue.add_gradients(bias, g.sum(1))
-        >>> queue.flush()
-        >>> torch.allclose(weight, torch.einsum("nto,nti->noi", g, a).square().sum(0), atol=1e-4)
-        True
-        >>> torch.allclose(bias, g.sum(1).square().sum(0))
-        True
     """
 
     def __init__(self) -> None:
@@ -89,13 +77,10 @@ class SquareQueue:
         self._rounded: tuple[Tensor, Tensor] | None = None
 
     def add_products(self, out: Tensor, grad_outputs: Tensor, inputs: Tensor, lengths: Tensor | None = None) -> None:
-        """Add `sum_n (G[n].T @ A[n]) ** 2` to `out`.
+        """Add `sum_n (G[n].T @ A[n]) ** 2` to `out`, (O, I) float32 or float64.
 
-        Args:
-            out: The sum so far, (O, I), float32 or float64.
-            grad_outputs: G, the gradient at the outputs, (N, T, O), of any float type and stride.
-            inputs: A, the inputs, (N, T, I).
-            lengths: Tokens of each sample, (N,), if all rows of G after them are zero: the kernel skips them.
+        G, the gradients at the outputs, (N, T, O), and A, the inputs, (N, T, I), have any float type and stride. All
+        rows of G after the `lengths`, (N,), are zero: the kernel skips them.
         """
         if not grad_outputs.numel() or not inputs.numel():
             return
@@ -123,13 +108,7 @@ class SquareQueue:
             self._launch(kind)
 
     def add_gradients(self, out: Tensor, gradients: Tensor, then: Callable[[Tensor], None] | None = None) -> None:
-        """Add `sum_n g[n] ** 2` to `out`.
-
-        Args:
-            out: The sum so far.
-            gradients: Per-sample gradients g, (N, *shape of out).
-            then: Gets the squares, (N, entries of out), as soon as they are there.
-        """
+        """Add `sum_n g[n] ** 2` to `out`; `then` gets the squares, (N, entries of out), as soon as they are there."""
         self._gradients.append((out, gradients.reshape(len(gradients), out.numel()), then))
         if gradients.numel() > ENTRIES_PER_LAUNCH:  # worth a launch of its own, and too large to be kept
             self._add_gradients()
@@ -261,19 +240,8 @@ def kernel_works(operand: torch.dtype, device: torch.device) -> bool:
 def sum_normalized(grad_outputs: Tensor, inputs: Tensor, eps: float, *, center: bool = True) -> Tensor:
     """Per-sample gradients of the weight and the bias of a LayerNorm (or, not centred, an RMSNorm).
 
-    Args:
-        grad_outputs: G, the gradient at the outputs, (N, T, C).
-        inputs: The inputs of the normalisation, (N, T, C).
-        eps: What it adds to the variance.
-        center: Whether it takes off the mean, as LayerNorm does.
-
-    Returns:
-        (N, 2, C), at least float32: `sum_t G[n, t] * xhat[n, t]` and `sum_t G[n, t]`.
-
-    Example:
-
-        >>> sum_normalized(torch.ones(5, 7, 3), torch.randn(5, 7, 3), 1e-5).shape
-        torch.Size([5, 2, 3])
+    From G, the gradients at the outputs, and the inputs, (N, T, C): `sum_t G[n, t] * xhat[n, t]` and `sum_t G[n, t]`,
+    (N, 2, C), at least float32.
     """
     dtype = sum_type(grad_outputs.dtype)
     if has_kernel(grad_outputs, dtype) and inputs.shape[2] <= 8192:

@@ -14,8 +14,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from peft_surgical.distributed import all_reduce, gather, world_size
-from peft_surgical.fisher.contributions import WHOLE_VECTOR, EntryKeeper, Generators, KeptEntries, estimate_products
+from peft_surgical.distributed import all_reduce, gather
+from peft_surgical.fisher.contributions import WHOLE_VECTOR, EntryKeeper, KeptEntries, estimate_products
 from peft_surgical.fisher.gradients import DenseGradients, SampleGradients
 from peft_surgical.fisher.squares import SquareQueue, sum_type
 
@@ -23,18 +23,14 @@ from peft_surgical.fisher.squares import SquareQueue, sum_type
 class TensorFisher(NamedTuple):
     """The diagonal Fisher of one parameter.
 
-    Args:
-        size: Number of its entries.
-        norm: Frobenius norm of the diagonal. NaN if only the trace was asked for.
-        trace: Sum of the diagonal.
-        contributions: What each sample contributes, (N,) float64: to the norm, or to the trace if only that was asked
-            for. The sum over samples, divided by the number of samples (or tokens), is the norm (or the trace).
+    The sum of the contributions, divided by the number of samples (or tokens), is the norm, or the trace if only that
+    was asked for.
     """
 
     size: int
-    norm: float
+    norm: float  # the Frobenius norm; NaN if only the trace was asked for
     trace: float
-    contributions: Tensor
+    contributions: Tensor  # of each sample, (N,) float64
 
 
 def new_sum(gradients: SampleGradients) -> Tensor:
@@ -43,31 +39,26 @@ def new_sum(gradients: SampleGradients) -> Tensor:
 
 
 class LayerZeros:
-    """Gives out zeros for the parameters of a layer. They are parts of one tensor, since filling each
-    by itself would take a launch.
-
-    Args:
-        parameters: The parameters.
-    """
+    """Zeros for the sums of a layer: parts of one tensor, since filling each by itself would take a launch."""
 
     def __init__(self, parameters: Iterable[nn.Parameter]):
-        self._parameters = [p for p in parameters if p.is_floating_point()]
-        self._parts: dict[tuple[torch.device, torch.dtype], dict[int, Tensor]] = {}
+        self._size = sum(_aligned(p.numel()) for p in parameters)
+        self._left: dict[tuple[torch.device, torch.dtype], Tensor] = {}
 
-    def take(self, key: int, gradients: SampleGradients) -> Tensor:
-        """As `new_sum`, for the parameter with this `id`."""
-        dtype, device = sum_type(gradients.example.dtype), gradients.device
-        parts = self._parts.get((device, dtype))
-        if parts is None:
-            sizes = [-(-p.numel() // 64) * 64 for p in self._parameters]
-            whole = torch.zeros(sum(sizes), dtype=dtype, device=device)
-            parts = dict(zip(map(id, self._parameters), whole.split(sizes), strict=True))
-            self._parts[device, dtype] = parts
-        part = parts.pop(key, None)
-        size = gradients.size
-        if part is None or part.numel() < size:  # a quantised weight
+    def take(self, gradients: SampleGradients) -> Tensor:
+        """As `new_sum`."""
+        kind = gradients.device, sum_type(gradients.example.dtype)
+        left = self._left.get(kind)
+        if left is None:
+            left = torch.zeros(self._size, dtype=kind[1], device=kind[0])
+        if len(left) < gradients.size:  # a quantised weight has more entries than its parameter
             return new_sum(gradients)
-        return (part if part.numel() == size else part[:size]).view(gradients.sum_shape)
+        self._left[kind] = left[_aligned(gradients.size) :]
+        return left[: gradients.size].view(gradients.sum_shape)
+
+
+def _aligned(size: int) -> int:
+    return -(-size // 64) * 64
 
 
 class Sink(Protocol):
@@ -78,12 +69,8 @@ class Sink(Protocol):
 
 
 class DiagonalSum:
-    """Sum over samples of the squared gradients of one parameter, entry by entry.
-
-    Args:
-        keeper: Keeps some entries of each sample's; None keeps none.
-        zeros: Makes the sum, from the first gradients.
-    """
+    """Sum over samples of the squared gradients of one parameter, entry by entry; the keeper keeps some entries of
+    each sample's, None keeps none."""
 
     def __init__(self, keeper: EntryKeeper | None = None, zeros: Callable[[SampleGradients], Tensor] = new_sum):
         self.keeper, self._zeros = keeper, zeros
@@ -111,56 +98,34 @@ class DiagonalSum:
 
 
 def reduce_diagonals(pairs: Sequence[tuple[nn.Parameter, DiagonalSum]], count: float) -> list[TensorFisher]:
-    """The means over the samples of all processes.
-
-    Args:
-        pairs: Parameters and their sums.
-        count: What the sums are divided by.
-    """
+    """The means over the samples of all processes: the sums, divided by `count`."""
     totals = _totals(pairs)
-    norms, traces = _norms_and_sums(totals)
-    contributions = torch.cat(gather(_contributions([s for _, s in pairs], totals, norms.tolist())), 1)
+    found = [norm for order in (2, 1) for norm in torch._foreach_norm(totals, order, dtype=torch.float64)]
+    norms, traces = _together(found).view(2, -1)
+    contributions = torch.zeros(len(pairs), 0, dtype=torch.float64)
+    if pairs[0][1].keeper is not None:
+        scales = [1 / norm if norm else 0.0 for norm in norms.tolist()]
+        contributions = estimate_products([s.kept for _, s in pairs], totals, scales, pairs[0][1].seen)
+    contributions = torch.cat(gather(contributions), 1)
     # the exact norms are known, so that an error in the level of the estimates need not stay
     level = contributions.sum(1)
     contributions *= torch.where(level > 0, norms / level, 1.0)[:, None]
-    sizes = [(p if total is None else total).numel() for (p, _), total in zip(pairs, totals, strict=True)]
+    sizes = [max(p.numel(), total.numel()) for (p, _), total in zip(pairs, totals, strict=True)]
     numbers = zip(sizes, (norms / count).tolist(), (traces / count).tolist(), contributions, strict=True)
     return [TensorFisher(*row) for row in numbers]
 
 
-def _totals(pairs: Sequence[tuple[nn.Parameter, DiagonalSum]]) -> list[Tensor | None]:
-    """The sums over processes, None where no process has got a gradient. They are written to those of this process."""
-    if world_size() == 1:
-        return [s.sum for _, s in pairs]
+def _totals(pairs: Sequence[tuple[nn.Parameter, DiagonalSum]]) -> list[Tensor]:
+    """The sums over processes, empty where none has got a gradient. They are written to those of this process."""
     mine = [None if s.sum is None else (tuple(s.sum.shape), s.sum.dtype) for _, s in pairs]
-    for (parameter, total), kinds in zip(pairs, zip(*gather(mine), strict=True), strict=True):
-        known = next((kind for kind in kinds if kind is not None), None)
-        if total.sum is None and known is not None:
+    totals = []
+    for (parameter, own), kinds in zip(pairs, zip(*gather(mine), strict=True), strict=True):
+        if own.sum is None:
+            shape, dtype = next((kind for kind in kinds if kind is not None), ((0,), torch.float32))
             device = torch.device("cpu") if parameter.is_meta else parameter.device
-            total.sum = torch.zeros(known[0], dtype=known[1], device=device)
-    return [None if s.sum is None else all_reduce(s.sum) for _, s in pairs]
-
-
-def _contributions(sums: Sequence[DiagonalSum], totals: Sequence[Tensor | None], norms: Sequence[float]) -> Tensor:
-    """What each sample of this process contributes to each total, up to a factor for each, (P, N) float64."""
-    if sums[0].keeper is None:
-        return torch.zeros(len(sums), 0, dtype=torch.float64)
-    some = [(s, t, 1 / norm if norm else 0.0) for s, t, norm in zip(sums, totals, norms, strict=True) if t is not None]
-    samples = sums[0].seen
-    out = torch.zeros(len(sums), samples, dtype=torch.float64)
-    out[[t is not None for t in totals]] = estimate_products(
-        [s.kept for s, _, _ in some], [t for _, t, _ in some], [scale for _, _, scale in some], samples
-    )
-    return out
-
-
-def _norms_and_sums(tensors: Sequence[Tensor | None]) -> tuple[Tensor, Tensor]:
-    """The norm and the sum of each tensor without negative entries, float64 on the CPU; 0 for None."""
-    out, some = torch.zeros(2, len(tensors), dtype=torch.float64), [t for t in tensors if t is not None]
-    if some:
-        found = [norm for order in (2, 1) for norm in torch._foreach_norm(some, order, dtype=torch.float64)]
-        out[:, [t is not None for t in tensors]] = _together(found).view(2, -1)
-    return out[0], out[1]
+            own.sum = torch.zeros(shape, dtype=dtype, device=device)
+        totals.append(all_reduce(own.sum))
+    return totals
 
 
 def _together(tensors: Sequence[Tensor]) -> Tensor:
@@ -204,28 +169,23 @@ def reduce_norms(pairs: Sequence[tuple[nn.Parameter, NormSum]], count: float) ->
 
 
 class LayerSums:
-    """The sums of the parameters of some layers.
-
-    Args:
-        parameters: The parameters of each layer, by name.
-        diagonal: Whether to keep the diagonal, for its norm, or only the trace.
-        generators: Random numbers for the estimate of what each sample contributes to the norm; None leaves it out.
-    """
+    """The sums of the parameters of some layers: the diagonal, for its norm, or only the trace. Random numbers are for
+    the estimate of what each sample contributes to the norm; None leaves it out."""
 
     def __init__(
-        self, parameters: Sequence[dict[str, nn.Parameter]], diagonal: bool, generators: Generators | None = None
+        self, parameters: Sequence[dict[str, nn.Parameter]], diagonal: bool, generator: torch.Generator | None = None
     ):
-        self.parameters, self._diagonal, self._generators = parameters, diagonal, generators
+        self.parameters, self._diagonal, self._generator = parameters, diagonal, generator
         self.by_id: dict[int, DiagonalSum | NormSum] = {}
         self.clear()
 
     def clear(self) -> None:
         """Forget all batches."""
-        self._keeper = EntryKeeper(self._generators) if self._diagonal and self._generators else None
+        self._keeper = EntryKeeper(self._generator) if self._diagonal and self._generator else None
         for group in self.parameters:
             zeros = LayerZeros(group.values())
-            for key in map(id, group.values()):
-                self.by_id[key] = DiagonalSum(self._keeper, partial(zeros.take, key)) if self._diagonal else NormSum()
+            for p in group.values():
+                self.by_id[id(p)] = DiagonalSum(self._keeper, zeros.take) if self._diagonal else NormSum()
 
     def start(self, samples: int) -> None:
         """Get ready for a batch."""

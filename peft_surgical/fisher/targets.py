@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,21 +36,13 @@ class CannotTellSamplesApart(Exception):
 
 @dataclass
 class HookTarget:
-    """A module to listen to.
+    """A module to listen to, and the parameters that it answers for."""
 
-    Args:
-        name: Its path in the model.
-        module: The module.
-        parameters: The parameters that it answers for, by their name in the module.
-        rule: How; None if it has to be computed again for each sample.
-        layouts: One for each call in a forward pass. Empty where every batch is a single sample.
-    """
-
-    name: str
+    name: str  # its path in the model
     module: nn.Module
-    parameters: dict[str, nn.Parameter]
-    rule: Rule | None
-    layouts: list[CallLayout]
+    parameters: dict[str, nn.Parameter]  # by their name in the module
+    rule: Rule | None  # None if it has to be computed again for each sample
+    layouts: list[CallLayout]  # of each call in a forward pass; empty where every batch is a single sample
 
     @property
     def size(self) -> int:
@@ -60,17 +53,9 @@ class HookTarget:
 class Targets:
     """The modules to listen to: the usual ones, or those that are found on the shortest samples.
 
-    Args:
-        model: The model.
-        layers: The layers that the parameters are in.
-        parameters: The parameters whose gradients are wanted.
-        run: Runs the model on a batch.
-        batches: The samples.
-
-    Attributes:
-        usual: Each owner of parameters by itself. A batch with a copy of a sample shows whether it has the samples in
-            front (`GradientListener`). None where it cannot be so: an owner has no rule, or one that may be wrong for
-            it, or is one of several experts.
+    `usual` is each owner of parameters by itself. A batch with a copy of a sample shows whether it has the samples in
+    front (`GradientListener`). None where it cannot be so: an owner has no rule, or one that may be wrong for it, or
+    is one of several experts.
     """
 
     def __init__(
@@ -81,30 +66,24 @@ class Targets:
         run: Callable[[Batch], Any],
         batches: Iterable[Batch],
     ):
-        self.model, self.layers, self.run = model, layers, run
+        self.model, self.run = model, run
+        self.experts = _experts(layers)
         self.owners = find_owners(model, parameters)
         self.shortest = min((b for b in batches if len(b) > 1), key=_size, default=None)
         self.usual = self._usual()
         self._found: dict[int, list[HookTarget]] = {}
 
     def _usual(self) -> list[HookTarget] | None:
-        experts = _experts(self.layers)
         targets = []
         for path, module, own in self.owners:
             rule = find_rule(module)
-            if rule is None or module in experts or not is_inherited(module, rule):
+            if rule is None or module in self.experts or not is_inherited(module, rule):
                 return None
             targets.append(HookTarget(path, module, own, rule, [CallLayout([0], [0])]))
         return targets
 
     def find(self, batch: Batch, wanted: Collection[int], usual: bool) -> list[HookTarget]:
-        """The modules to listen to in a batch.
-
-        Args:
-            batch: The batch.
-            wanted: The `id`s of the parameters.
-            usual: Whether to take the usual ones.
-        """
+        """The modules to listen to in a batch for the parameters with these `id`s."""
         narrowed = []
         for target in self.usual if usual and self.usual else self._search(batch):
             own = {name: p for name, p in target.parameters.items() if id(p) in wanted}
@@ -116,11 +95,8 @@ class Targets:
         samples = min(len(batch), 2)
         if samples not in self._found:
             example = self.shortest if samples == 2 and self.shortest else batch
-
-            def run(number: int) -> Any:
-                return self.run(example.select(0, number))
-
-            self._found[samples] = find_targets(self.model, self.layers, self.owners, run, samples)
+            runs = [partial(self.run, example.select(0, number)) for number in (1, 2)[:samples]]
+            self._found[samples] = find_targets(self.model, self.experts, self.owners, runs)
         return self._found[samples]
 
 
@@ -129,30 +105,19 @@ def _size(batch: Batch) -> int:
 
 
 def find_targets(
-    model: nn.Module, layers: Sequence[nn.Module], owners: Sequence[Owner], run: Callable[[int], Any], samples: int
+    model: nn.Module, experts: Collection[nn.Module], owners: Sequence[Owner], runs: Sequence[Callable[[], Any]]
 ) -> list[HookTarget]:
-    """Find the modules to listen to.
+    """Find the modules to listen to, by runs on one sample, and on two unless every batch is a single sample.
 
-    Args:
-        model: The model.
-        layers: The layers that the parameters are in; lists of like modules inside them are taken for experts.
-        owners: The modules that own the parameters whose gradients are wanted, from `find_owners`.
-        run: Runs the model on that many samples of a batch.
-        samples: 2, or 1 if every batch is a single sample.
-
-    Returns:
-        The targets. A parameter that several modules own has one in each.
-
-    Raises:
-        CannotTellSamplesApart: See there.
+    A parameter that several modules own has a target in each of them.
     """
     checked = {m for _, m, _ in owners if (rule := find_rule(m)) and not is_inherited(m, rule)}
     modules = {module for _, module, _ in owners}  # usually these are the targets, and nothing else need be noted
     while True:
-        one = record_calls(modules, lambda: run(1), checked)
-        two = record_calls(modules, lambda: run(2), checked, one) if samples == 2 else None
+        one = record_calls(modules, runs[0], checked)
+        two = record_calls(modules, runs[1], checked, one) if len(runs) > 1 else None
         try:
-            return _Search(model, layers, owners, one, two).targets(modules)
+            return _Search(model, experts, owners, one, two).targets(modules)
         except _NotNoted:
             modules = set(model.modules())
 
@@ -162,15 +127,14 @@ _Targets = dict[nn.Module, HookTarget]
 
 class _Search:
     def __init__(
-        self, model: nn.Module, layers: Sequence[nn.Module], owners: Sequence[Owner], one: Calls, two: Calls | None
+        self, model: nn.Module, experts: Collection[nn.Module], owners: Sequence[Owner], one: Calls, two: Calls | None
     ):
-        self.owners, self.one, self.two = owners, one, two
+        self.experts, self.owners, self.one, self.two = experts, owners, one, two
         self.names = {module: name for name, module in model.named_modules()}
         self.parents: dict[nn.Module, tuple[nn.Module, str]] = {}
         for parent in self.names:
             for name, child in parent.named_children():
                 self.parents.setdefault(child, (parent, name))
-        self.experts = _experts(layers)
 
     def targets(self, noted: Collection[nn.Module]) -> list[HookTarget]:
         self.noted = noted
@@ -219,7 +183,9 @@ class _Search:
         if any(axis in (None, UNKNOWN) for layout in layouts for axis in (layout.inputs[0], layout.outputs[0])):
             return None
         rule = find_rule(module)
-        return rule if rule and _is_sound(module, rule, calls[0], layouts[0] if layouts else None) else None
+        if rule is None or is_inherited(module, rule):
+            return rule
+        return rule if _agrees_with_autograd(module, rule, calls[0], layouts[0] if layouts else None) else None
 
 
 class _NotNoted(Exception):
@@ -253,11 +219,6 @@ def _count_once(targets: _Targets) -> None:
                 targets[module].parameters = {k: p for k, p in inner.items() if id(p) not in seen}
 
 
-def _is_sound(module: nn.Module, rule: Rule, call: Call, layout: CallLayout | None) -> bool:
-    """Whether a rule that was made for a parent class holds for a class that computes its output in its own way."""
-    return is_inherited(module, rule) or _agrees_with_autograd(module, rule, call, layout)
-
-
 def is_inherited(module: nn.Module, rule: Rule) -> bool:
     """Whether a module computes its output as the class does that its rule was made for."""
     cls: Any = type(module)
@@ -269,6 +230,7 @@ def is_inherited(module: nn.Module, rule: Rule) -> bool:
 
 
 def _agrees_with_autograd(module: nn.Module, rule: Rule, call: Call, layout: CallLayout | None) -> bool:
+    """Whether a rule that was made for a parent class holds for a class that computes its output in its own way."""
     assert call.tensors is not None
     arguments, spec, out = call.tensors
     samples, parameters = 2 if layout else 1, dict(module.named_parameters(recurse=False))

@@ -23,16 +23,10 @@ IGNORED = -100
 
 
 class Distribution(ABC):
-    """The distribution of a batch's labels, N samples with S slots.
+    """The distribution of a batch's labels, N samples with S slots."""
 
-    Args:
-        shape: (N, S).
-        rank: K, the rows that `exact_rows` has for each slot.
-        device: Where it is.
-    """
-
-    shape: torch.Size
-    rank: int
+    shape: torch.Size  # (N, S)
+    rank: int  # K, the rows that `exact_rows` has for each slot
     device: torch.device
 
     @abstractmethod
@@ -113,20 +107,7 @@ def class_factors(logits: Tensor) -> Tensor:
     """Factors of the covariance of a softmax: diag(p) - p p^T = sum_k f_k f_k^T with C - 1 vectors f_k.
 
     f_k = sqrt(p_k t_{k+1} / t_k) (e_k - sum_{j>k} q_j e_j), with t_k = p_k + ... + p_C and q_j = p_j / t_{k+1} the
-    distribution over the classes after k.
-
-    Args:
-        logits: (..., C).
-
-    Returns:
-        (..., C - 1, C).
-
-    Example:
-
-        >>> logits = torch.tensor([0.5, -1.0, 2.0], dtype=torch.float64)
-        >>> f, p = class_factors(logits), logits.softmax(-1)
-        >>> torch.allclose(f.T @ f, p.diag() - p[:, None] * p)
-        True
+    distribution over the classes after k. Of logits (..., C) they are (..., C - 1, C).
     """
     classes = logits.shape[-1]
     log_p = logits.log_softmax(-1)
@@ -138,35 +119,19 @@ def class_factors(logits: Tensor) -> Tensor:
 
 
 class TaskReader(NamedTuple):
-    """How the outputs and the labels of a task are read.
-
-    Args:
-        distribution: Reads a model's outputs.
-        labels: Reads the labels of a batch, (N, S), or None where there are none.
-        many_classes: Whether the classes are a vocabulary.
-        shown: Which slots the attention mask does not hide, (N, S), or None where it says nothing. A label at a hidden
-            one does not count.
-    """
+    """How the outputs and the labels of a task are read."""
 
     distribution: Callable[[Any, Batch], Distribution]
-    labels: Callable[[Batch], Tensor | None]
-    many_classes: bool = False
+    labels: Callable[[Batch], Tensor | None]  # (N, S), or None where there are none
+    many_classes: bool = False  # a vocabulary
     shown: Callable[[Batch], Tensor | None] = lambda batch: None
+    """The slots that the attention mask does not hide, (N, S), or None where it says nothing. A label at a hidden one
+    does not count."""
 
 
 def find_reader(model: nn.Module) -> TaskReader:
-    """The reader of a model's task, which the model's class tells. A model without a config is taken for a classifier.
-
-    Raises:
-        ValueError: The class has no known task.
-
-    Example:
-
-        >>> from transformers import BertConfig, BertForMaskedLM
-        >>> config = BertConfig(num_hidden_layers=1, hidden_size=8, num_attention_heads=2, intermediate_size=8)
-        >>> find_reader(BertForMaskedLM(config)).many_classes
-        True
-    """
+    """The reader of a model's task, which the model's class tells. A model without a config is taken for a
+    classifier."""
     name, config = type(model).__name__, getattr(model, "config", None)
     seq2seq = "decoder_input_ids" in (forward_names(model) or ())
     if name.endswith(("ForCausalLM", "LMHeadModel")) or (name.endswith("ForConditionalGeneration") and not seq2seq):

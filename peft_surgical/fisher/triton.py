@@ -141,14 +141,8 @@ class Job(NamedTuple):
 
 
 def make_job(out: Tensor, grad_outputs: Tensor, inputs: Tensor, lengths: Tensor | None) -> tuple[Job, Kind]:
-    """Bring a product into the form that the kernel reads.
-
-    Args:
-        out: The sum so far, (O, I) float32, the entries of a row side by side.
-        grad_outputs: G, (N, T, O).
-        inputs: A, (N, T, I), of the same type.
-        lengths: (N,) int32 on their device; those of one launch must be one tensor.
-    """
+    """Bring a product into the form that the kernel reads: into `out`, (O, I) float32, the entries of a row side by
+    side, with operands of one type. Lengths are (N,) int32 on their device; those of one launch must be one tensor."""
     g, a = _as_rows(grad_outputs), _as_rows(inputs)
     (samples, tokens, height), width, device, size = g.shape, a.shape[2], g.device, g.dtype.itemsize
     places, strides = g.data_ptr() | a.data_ptr(), g.stride(1) | a.stride(1)  # divisible if both are

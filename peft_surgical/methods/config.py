@@ -7,8 +7,8 @@ import os
 import re
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -100,13 +100,18 @@ class DeltaConfig(PeftConfig):
                 f"ranking={ranking!r} is a path; a saved adapter names its layers. Give the ranking itself: "
                 "config.ranking = LayerRanking.load(path)."
             )
-        number = (self.labels or {}).get("num_labels", 1)
-        texts = (self.labels or {}).get("id2label") or {}
+        labels = self.labels or {"num_labels": 1}
+        number, texts = labels.get("num_labels"), labels.get("id2label") or {}
         if not isinstance(number, int) or not 0 < number <= MOST_LABELS or len(texts) not in (0, number):
             raise ValueError(f"num_labels={number!r} must be a number up to {MOST_LABELS:,} with as many names.")
         for name in ("key_mapping", "auto_mapping"):
-            if not isinstance(getattr(self, name) or {}, dict):
-                raise ValueError(f"{name}={getattr(self, name)!r} must be an object of texts.")
+            texts = getattr(self, name) or {}
+            if not isinstance(texts, dict) or not all(isinstance(text, (str, type(None))) for text in texts.values()):
+                raise ValueError(f"{name}={texts!r} must be an object of texts.")
+        for option in fields(self):
+            if isinstance(option.default, bool) and option.name != "init_lora_weights":
+                if not isinstance(value := getattr(self, option.name), bool):
+                    raise ValueError(f"{option.name}={value!r} must be true or false.")
         for name in ("modules_to_save", "extra_modules"):
             names = getattr(self, name, None)
             if names is not None and not (isinstance(names, list) and all(isinstance(n, str) for n in names)):
@@ -223,13 +228,19 @@ def open_adapter(source: str | os.PathLike) -> AdapterFile:
     """Open a saved adapter, in a folder or on the hub, to be read tensor by tensor."""
     folder = source if os.path.isdir(source) else download(os.fspath(source), ["adapter_*"])
     config, present_name = read_config(folder)
-    saved = AdapterFile(os.fspath(source), folder, config, present_name)
-    decoded_shapes({name: saved.file.meta(name) for name in saved.file}, {}, None, str(saved.file.path))
-    if isinstance(config, DeltaConfig):
-        config.take_header(saved.file.header, saved.file.path)
-        config.forget_saved_names()
-        vars(config)["_opened"] = saved.file  # by the present names
+    with naming_adapter(config):
+        saved = AdapterFile(os.fspath(source), folder, config, present_name)
+        decoded_shapes({name: saved.file.meta(name) for name in saved.file}, {}, None, str(saved.file.path))
+        if isinstance(config, DeltaConfig):
+            config.take_header(saved.file.header, saved.file.path)
+            config.forget_saved_names()
+            vars(config)["_opened"] = saved.file  # by the present names
     return saved
+
+
+def naming_adapter(config: PeftConfig) -> AbstractContextManager[None]:
+    """A context in which whatever is wrong with a saved adapter is one `ValueError` that names it."""
+    return config.naming_itself() if isinstance(config, DeltaConfig) else nullcontext()
 
 
 def read_config(folder: str | os.PathLike) -> tuple[PeftConfig, Callable[[str], str]]:

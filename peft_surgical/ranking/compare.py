@@ -11,8 +11,8 @@ from typing import Any
 from transformers import TrainerCallback
 
 from peft_surgical.ranking.plots import plot_ranks
-from peft_surgical.ranking.rank import LayerRanking, rank_layers
-from peft_surgical.ranking.uncertainty import kendall_tau
+from peft_surgical.ranking.rank import rank_layers
+from peft_surgical.ranking.ranking import LayerRanking, kendall_tau
 
 
 @dataclass(frozen=True)

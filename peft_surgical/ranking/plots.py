@@ -21,16 +21,7 @@ def plot_scores(
     title: str,
     label: str,
 ) -> None:
-    """Draw a bar for each layer, with its interval and its rank.
-
-    Args:
-        path: Where to write; the ending says the format.
-        scores: One for each layer.
-        intervals: (low, high) for each layer, or None.
-        order: Layers, best first.
-        title: Text above the picture.
-        label: Text at the axis of scores.
-    """
+    """Draw a bar for each layer, with its interval and its rank; `label` stands at the axis of scores."""
     figure, axes = _figure(width=max(5.0, 0.45 * len(scores) + 2))
     rank = {layer: place for place, layer in enumerate(order)}
     best = max(1, round(len(scores) / 4))
@@ -53,13 +44,7 @@ def plot_scores(
 
 
 def plot_ranks(path: Path_, ranks: Sequence[Sequence[int]], names: Sequence[str]) -> None:
-    """Draw the rank of each layer over several rankings, and how far each ranking is from the first.
-
-    Args:
-        path: Where to write; the ending says the format.
-        ranks: For each ranking, the rank of each layer, 1 for the best.
-        names: The name of each ranking.
-    """
+    """Draw the rank of each layer over several rankings, and how far each ranking is from the first."""
     figure, (left, right) = _figure(width=max(9.0, 1.2 * len(names) + 6), columns=2)
     places = range(len(names))
     for layer in range(len(ranks[0])):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from itertools import combinations
 from typing import Any
@@ -11,19 +11,16 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
-from tqdm.auto import tqdm
 
 from peft_surgical.distributed import check_not_prepared, check_same_weights, gather, rank, world_size
-from peft_surgical.fisher.batches import Batch
-from peft_surgical.fisher.draw import draw_batches
+from peft_surgical.fisher.batches import Batch, draw_batches
 from peft_surgical.fisher.engine import FisherTask, Progress, Runner
 from peft_surgical.fisher.guard import agree_with_loss
 from peft_surgical.fisher.model_state import same_random_numbers, untouched
 from peft_surgical.fisher.objective import make_objective
 from peft_surgical.layers import Stack, choose_stack, unwrap
-from peft_surgical.ranking.ranking import LayerRanking
+from peft_surgical.ranking.ranking import LayerRanking, estimate_uncertainty, kendall_tau
 from peft_surgical.ranking.scores import AGGREGATIONS, LayerScores, Score, ScoreRequest, find_score
-from peft_surgical.ranking.uncertainty import Uncertainty, estimate_uncertainty, kendall_tau
 
 
 def rank_layers(
@@ -143,7 +140,7 @@ def rank_layers(
 def _score(request: ScoreRequest, score: Score, head_inits: int, progress: bool) -> Iterator[LayerScores]:
     if head_inits < 0 or (head_inits and not score.needs_data):
         raise ValueError(f"head_inits={head_inits!r}; allowed are integers from 0 on, for scores that look at data.")
-    with _Bar(progress and rank() == 0) as bar:
+    with closing(Progress(progress and rank() == 0)) as bar:
         request = replace(request, progress=bar)
         if not head_inits:
             yield score.function(request)
@@ -154,27 +151,7 @@ def _score(request: ScoreRequest, score: Score, head_inits: int, progress: bool)
 
 @contextmanager
 def reinitialized_head(model: nn.Module, seed: int) -> Iterator[None]:
-    """A context in which the model's head is initialized anew; its parameters are put back afterwards.
-
-    Args:
-        model: A model of transformers with a head.
-        seed: Seed of the draw.
-
-    Raises:
-        ValueError: The model has no head of its own.
-
-    Example:
-
-        >>> from transformers import BertConfig, BertForSequenceClassification
-        >>> config = BertConfig(num_hidden_layers=1, hidden_size=8, num_attention_heads=2, intermediate_size=8)
-        >>> model = BertForSequenceClassification(config)
-        >>> before = model.classifier.weight
-        >>> with reinitialized_head(model, seed=1):
-        ...     torch.equal(model.classifier.weight, before)
-        False
-        >>> model.classifier.weight is before
-        True
-    """
+    """A context in which the model's head is initialized anew; its parameters are put back afterwards."""
     base: Any = unwrap(model)
     owners: list[Any] = _head_modules(base)
     originals = [(module, dict(module._parameters)) for module in owners]
@@ -215,32 +192,10 @@ def _head_modules(model: nn.Module) -> list[nn.Module]:
     return found
 
 
-class _Bar(Progress):
-    def __init__(self, shown: bool):
-        self.shown = shown
-        self._bar: Any = None
-
-    def __enter__(self) -> _Bar:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._bar is not None:
-            self._bar.close()
-
-    def expect(self, steps: int, unit: str) -> None:
-        if self._bar is not None:
-            self._bar.close()
-        self._bar = tqdm(total=steps, desc="ranking layers", unit=unit, disable=not self.shown)
-
-    def advance(self, steps: int) -> None:
-        if self._bar is not None:
-            self._bar.update(steps)
-
-
 def _make_ranking(layers: Stack, results: Sequence[LayerScores], record: dict[str, Any], seed: int) -> LayerRanking:
     scores = torch.tensor([r.scores for r in results], dtype=torch.float64).mean(0).tolist()
     first = results[0]
-    sure: Uncertainty | None = None
+    sure: dict[str, Any] = {}
     if first.contributions is not None and first.counts is not None:
         contributions = torch.stack([r.contributions for r in results if r.contributions is not None]).mean(0)
         by_sample = torch.tensor(first.samples).argsort()  # the same in a distributed run
@@ -249,11 +204,9 @@ def _make_ranking(layers: Stack, results: Sequence[LayerScores], record: dict[st
     return LayerRanking(
         stack=layers.name,
         scores=scores,
-        intervals=sure.intervals if sure else None,
-        top_probability=sure.top_probability if sure else None,
-        split_half_tau=sure.split_half_tau if sure else None,
         head_tau=sum(taus) / len(taus) if taus else None,
         record=record | {"num_samples": len(first.samples)} | first.record,
+        **sure,
     )
 
 

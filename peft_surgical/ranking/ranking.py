@@ -1,14 +1,17 @@
-"""`LayerRanking`: a score for each layer and how sure it is. Plain data."""
+"""`LayerRanking`: a score for each layer, and how sure it is over samples that are drawn anew."""
 
 from __future__ import annotations
 
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from peft_surgical.ranking.plots import plot_scores
 
@@ -17,6 +20,9 @@ sys.modules.setdefault("peft_surgical.ranking.layer_ranking", sys.modules[__name
 
 _FORMAT = "peft_surgical.LayerRanking"
 _VERSION = 1
+
+_REPLICATES, _SPLITS = 1000, 100
+_LEVEL = 0.95
 
 
 @dataclass(frozen=True)
@@ -163,11 +169,7 @@ class LayerRanking:
 
 
 def as_ranking(ranking: Any) -> LayerRanking:
-    """A ranking, from itself, the path of a saved one, or its record.
-
-    Raises:
-        TypeError: It is none of these.
-    """
+    """A ranking, from itself, the path of a saved one, or its record; a `TypeError` if it is none of these."""
     if isinstance(ranking, (str, os.PathLike)):
         return LayerRanking.load(ranking)
     if isinstance(ranking, Mapping):
@@ -178,3 +180,57 @@ def as_ranking(ranking: Any) -> LayerRanking:
         f"ranking is a {type(ranking).__name__}; allowed are a LayerRanking, the path of a saved one, or its "
         "to_dict()."
     )
+
+
+def estimate_uncertainty(contributions: Tensor, counts: Tensor, seed: int = 0) -> dict[str, Any]:
+    """What a `LayerRanking` says of how sure it is, from samples drawn anew, with replacement (the bootstrap).
+
+    The scores of a draw are linear in the samples' multiplicities: exactly so for the trace and the mean, and to first
+    order for the norms (`sums.py`). A layer's score is the sum of its samples' contributions, (L, N), divided by that
+    of their counts, (N,).
+    """
+    generator = torch.Generator().manual_seed(seed)
+    contributions, counts = contributions.double().cpu(), counts.double().cpu()
+    scores = _resampled(contributions, counts, generator)
+    tail = (1 - _LEVEL) / 2
+    low, high = torch.quantile(scores, torch.tensor([tail, 1 - tail], dtype=scores.dtype), dim=0)
+    ranks = scores.argsort(dim=1, descending=True, stable=True).argsort(dim=1)
+    top = (ranks[:, :, None] < torch.arange(1, len(contributions) + 1)).double().mean(0)
+    intervals = list(zip(low.tolist(), high.tolist(), strict=True))
+    halves = _split_half(contributions, counts, generator)
+    return {"intervals": intervals, "top_probability": top.tolist(), "split_half_tau": halves}
+
+
+def kendall_tau(first: Sequence[float] | Tensor, second: Sequence[float] | Tensor) -> float:
+    """Kendall's rank correlation (tau-a): 1 for the same order, -1 for the opposite one, 0 on average by chance."""
+    a, b = (torch.as_tensor(x, dtype=torch.float64) for x in (first, second))
+    return float(_kendall_taus(a[None], b[None]))
+
+
+def _kendall_taus(first: Tensor, second: Tensor) -> Tensor:
+    """For pairs of rows of scores, (S, L), their tau, (S,)."""
+    layers = first.shape[1]
+    if layers < 2:
+        return torch.ones(len(first), dtype=torch.float64)
+    agreement = [(x[:, :, None] - x[:, None]).sign() for x in (first, second)]
+    return (agreement[0] * agreement[1]).sum((1, 2)) / (layers * (layers - 1))
+
+
+def _resampled(contributions: Tensor, counts: Tensor, generator: torch.Generator) -> Tensor:
+    """Scores, (replicates, L)."""
+    samples = len(counts)
+    drawn = torch.randint(samples, (_REPLICATES, samples), generator=generator)
+    weights = torch.zeros(_REPLICATES, samples, dtype=contributions.dtype).scatter_add_(
+        1, drawn, torch.ones_like(drawn).double()
+    )
+    return (weights @ contributions.T) / (weights @ counts).clamp_min(1e-300)[:, None]
+
+
+def _split_half(contributions: Tensor, counts: Tensor, generator: torch.Generator) -> float | None:
+    samples = len(counts)
+    if samples < 2:
+        return None
+    order = torch.rand(_SPLITS, samples, generator=generator).argsort(1)
+    first = (order < samples // 2).to(contributions.dtype)
+    scores = [half @ contributions.T / (half @ counts).clamp_min(1e-300)[:, None] for half in (first, 1 - first)]
+    return float(_kendall_taus(*scores).mean())

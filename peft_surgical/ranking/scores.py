@@ -70,17 +70,11 @@ ScoreFunction = Callable[[ScoreRequest], LayerScores]
 
 @dataclass(frozen=True)
 class Score:
-    """A registered score.
-
-    Args:
-        function: Computes it.
-        needs_data: Whether it looks at samples.
-        definition: One line that says what it is.
-    """
+    """A registered score."""
 
     function: ScoreFunction
     needs_data: bool
-    definition: str
+    definition: str  # one line
 
 
 SCORES: dict[str, Score] = {}
@@ -121,11 +115,7 @@ def register_score(name: str, *, needs_data: bool = True) -> Callable[[ScoreFunc
 
 
 def find_score(name: str) -> Score:
-    """The score of that name.
-
-    Raises:
-        ValueError: There is none.
-    """
+    """The score of that name; a `ValueError` if there is none."""
     if name not in SCORES:
         raise ValueError(
             f"score={name!r} is unknown; allowed are {', '.join(map(repr, sorted(SCORES)))}. "
@@ -266,14 +256,7 @@ def _norm(tensors: Sequence[Tensor]) -> float:
 
 
 def aggregate(measurement: FisherMeasurement, aggregation: str) -> LayerScores:
-    """One number for each layer, and what each sample contributes to it.
-
-    Args:
-        measurement: The diagonal Fisher.
-        aggregation: `"frobenius"`: the norm over all entries of the layer (the paper's text).
-            `"frobenius_per_tensor"`: the sum of the norms of its tensors (the paper's code). `"trace"`: the sum over
-            all entries. `"mean"`: their mean.
-    """
+    """One number for each layer, see `rank_layers` for what it is, and what each sample contributes to it."""
     pairs = [_aggregate_layer(list(layer.values()), aggregation) for layer in measurement.layers]
     return LayerScores(
         [score for score, _ in pairs],

@@ -71,9 +71,7 @@ def launch(engine: str, script: Sequence[str], *, timeout: int = TIMEOUT, fresh:
         settings |= {"ACCELERATE_USE_CPU": "true", "ACCELERATE_TORCH_DEVICE": "cpu"}  # not cpu:0, which is no place
     else:
         command.append(str(HERE / "on_cpu.py"))
-    is_fresh = fresh or engine.startswith("zero")  # DeepSpeed was not seen to work in forks
-    begin = _launch_fresh if is_fresh else _launch_forks
-    return run_forked(begin, [*command, *script], env=settings, timeout=timeout)
+    return run_forked(_launch_fresh if fresh else _launch_forks, [*command, *script], env=settings, timeout=timeout)
 
 
 def _launch_fresh(command: list[str]) -> None:

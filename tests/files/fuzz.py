@@ -161,6 +161,7 @@ def edit_config(rng: random.Random, path: Path) -> bool:
     config = json.loads(config_path.read_text())
     for _ in range(rng.choice([1, 1, 2])):
         config[rng.choice(list(config))] = rng.choice(JUNK)
+    config["kasa_config"] = None  # changes the base, as docs/security.md says
     config_path.write_text(json.dumps(config))
     return True
 

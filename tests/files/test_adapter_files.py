@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import copy
 import json
+import multiprocessing
 import os
-import signal
 import stat
-import subprocess
-import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -357,19 +356,14 @@ def test_half_of_a_save_is_no_adapter(tmp_path):
         inspect_adapter(old)
 
 
-WRITER = """
-import sys
-sys.path[:0] = {path!r}
-from adapters import make
-from peft_surgical import convert_adapter, merge_checkpoint
-models = [make("SURGICAL", "bert", [1, 2], seed=seed) for seed in (1, 9)]
-print("ready", flush=True)
-while True:
-    for seed, model in enumerate(models):
-        model.save_pretrained({target!r} + "/saved")
-        convert_adapter({target!r} + f"/source{{seed}}", {target!r} + "/converted", "int8", base={target!r} + "/base")
-        merge_checkpoint({target!r} + "/base", {target!r} + f"/source{{seed}}", {target!r} + "/merged")
-"""
+def write_for_ever(folder: Path, ready: Any) -> None:
+    models = [make("SURGICAL", "bert", [1, 2], seed=seed) for seed in (1, 9)]
+    ready.set()
+    while True:
+        for seed, model in enumerate(models):
+            model.save_pretrained(folder / "saved")
+            convert_adapter(folder / f"source{seed}", folder / "converted", "int8", base=folder / "base")
+            merge_checkpoint(folder / "base", folder / f"source{seed}", folder / "merged")
 
 
 @pytest.mark.parametrize("seed", [0, 1, pytest.param(range(2, 12), marks=pytest.mark.slow)])
@@ -379,15 +373,15 @@ def test_a_writer_that_is_killed_leaves_one_version_or_none(seed, tmp_path):
     for number, model in enumerate(models):
         model.save_pretrained(tmp_path / f"source{number}")
     wanted = [outputs(model, "bert") for model in models]
-    code = WRITER.format(path=[str(Path(__file__).parents[1])], target=str(tmp_path))
+    fork: Any = multiprocessing.get_context("fork")
     for moment in [seed] if isinstance(seed, int) else seed:
-        writer = subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
-        )
-        writer.stdout.readline()
+        ready = fork.Event()
+        writer = fork.Process(target=write_for_ever, args=(tmp_path, ready))
+        writer.start()
+        assert ready.wait(60)
         time.sleep(0.3 + 0.137 * moment)
-        writer.send_signal(signal.SIGKILL)
-        writer.wait()
+        writer.kill()
+        writer.join()
         for name in ("saved", "converted"):
             if (tmp_path / name / CONFIG).exists():
                 try:

@@ -9,8 +9,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
 from transformers import default_data_collator
 
-from peft_surgical.fisher.batches import Batch, PadRight, padded_right, token_lengths
-from peft_surgical.fisher.draw import draw_batches
+from peft_surgical.fisher.batches import Batch, PadRight, draw_batches, padded_right, token_lengths
 
 
 MODEL = tiny_models.build("bert")

@@ -8,7 +8,6 @@ import torch
 from peft_surgical.fisher.contributions import (
     WHOLE_VECTOR,
     EntryKeeper,
-    Generators,
     KeptEntries,
     choose_entries,
     estimate_products,
@@ -39,7 +38,7 @@ def exact(gradients):
 
 def estimate(gradients, seed, together=1, parts=1):
     """The entries are chosen from the first part of the samples; several parameters have the same gradients."""
-    keeper, kept = EntryKeeper(Generators(seed)), [KeptEntries() for _ in range(together)]
+    keeper, kept = EntryKeeper(torch.Generator().manual_seed(seed)), [KeptEntries() for _ in range(together)]
     queue, step = SquareQueue(), -(-gradients.samples // parts)
     dense = gradients.dense(0, gradients.samples)
     for one in kept:
@@ -93,7 +92,7 @@ def test_single_estimates_are_close():
 
 
 def test_a_parameter_that_is_one_number_is_kept_whole():
-    total, queue, values = DiagonalSum(EntryKeeper(Generators(0))), SquareQueue(), torch.randn(5)
+    total, queue, values = DiagonalSum(EntryKeeper(torch.Generator())), SquareQueue(), torch.randn(5)
     total.add(DenseGradients(values), 0, queue)
     queue.flush()
     assert torch.allclose(total.sum, values.square().sum())
@@ -140,7 +139,7 @@ def test_small_parameters_are_kept_whole(gradients):
 
 @pytest.mark.parametrize("size", [50, 5000])
 def test_the_passes_and_the_parts_of_a_batch_add_up(size):
-    whole, sums, queue = torch.randn(6, size), DiagonalSum(EntryKeeper(Generators(0))), SquareQueue()
+    whole, sums, queue = torch.randn(6, size), DiagonalSum(EntryKeeper(torch.Generator())), SquareQueue()
     sums.start(6)
     for _ in range(2):  # two rows of an objective
         for first, stop in ((0, 4), (4, 6)):

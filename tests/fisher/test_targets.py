@@ -101,8 +101,9 @@ def searches(monkeypatch):
     sizes = []
     find = fisher_targets.find_targets
 
-    def counted(model, layers, owners, run, samples):
-        return find(model, layers, owners, lambda n: sizes.append(n) or run(n), samples)
+    def counted(model, experts, owners, runs):
+        runs = [lambda n=n, run=run: sizes.append(n) or run() for n, run in enumerate(runs, 1)]
+        return find(model, experts, owners, runs)
 
     monkeypatch.setattr(fisher_targets, "find_targets", counted)
     return sizes

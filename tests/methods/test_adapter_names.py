@@ -14,6 +14,7 @@ NAMES += ["surgical_params", "lora_tuned", "lora_A", "modules_to_save", "own_ten
 NAMES += ["default2", "my adapter", "é", "_orig_mod", "a|b", "tuned", "forward", "classifier", "out_proj", "lora"]
 
 
+@pytest.mark.filterwarnings("ignore:Adapter .* was active which is now deleted")
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("method", METHODS)
 def test_an_adapter_of_any_name_is_saved_and_loaded_or_refused_with_the_reason(method, name, tmp_path):

@@ -46,6 +46,7 @@ def logits(model: nn.Module) -> torch.Tensor:
     return model.eval()(**batch("bert")).logits
 
 
+@pytest.mark.filterwarnings("ignore:.*whose layer is not chosen")
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("layers", [[0, 2], [0], [2], [1, 2]])
 @pytest.mark.parametrize("kind", ["module", "parameter"])

@@ -21,7 +21,7 @@ from peft_surgical.methods.stratified.strata import BIASES, check_depth_marks, c
 from peft_surgical.ranking.ranking import as_ranking
 
 
-CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga", "kasa")
 
 
 @dataclass
@@ -107,9 +107,10 @@ class StratifiedConfig(DeltaConfig, LoraConfig):
             raise ValueError(f"variant={self.variant!r}: allowed are {', '.join(VARIANTS)}.")
         if self.variant is not None and self.target_modules is not None:
             raise ValueError("variant and target_modules both choose the modules with LoRA. Drop one.")
-        if isinstance(self.init_lora_weights, str) and self.init_lora_weights.startswith(CHANGES_BASE):
+        start = "kasa" if getattr(self, "kasa_config", None) else self.init_lora_weights
+        if isinstance(start, str) and start.startswith(CHANGES_BASE):
             warnings.warn(
-                f"init_lora_weights={self.init_lora_weights!r} changes the base model's weights, so that disabling or "
+                f"init_lora_weights={start!r} changes the base model's weights, so that disabling or "
                 "unloading the adapter does not give the base back, and other adapters on it see another base.",
                 stacklevel=2,
             )

@@ -1,0 +1,193 @@
+"""The wrappers that adapters put into a model: told whose each row of a batch is, and taken out again, one or all."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
+from peft.utils.other import AuxiliaryTrainingWrapper
+from torch import nn
+from tqdm import tqdm
+
+from peft_surgical.compat import check_adapters_not_merged, get_submodules
+from peft_surgical.copies.compute import return_to_fused_path
+from peft_surgical.copies.in_place import TunedInPlace
+from peft_surgical.copies.module import TunedModule
+from peft_surgical.copies.select import admit_untied_embeddings, forget_originals
+
+
+BASE = "__base__"
+_ROWS_NOT_FIRST = ("xlnet",)  # hidden states are (tokens, batch, width)
+
+
+# ---- taken out
+
+
+def unload(tuner: Any, merge: bool, progressbar: bool, safe_merge: bool, adapter_names: list[str] | None) -> Any:
+    """Put the base's modules, merged or not, back in the places of their wrappers; the arguments are PEFT's."""
+    wrapped = [
+        (name, module)
+        for name, module in tuner.model.named_modules()
+        if isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper))
+    ]
+    if merge:
+        tuner.merge_adapter(adapter_names, safe_merge)
+    else:
+        tuner.unmerge_adapter()
+    done: list[str] = []
+    for name, module in tqdm(wrapped, disable=not progressbar, desc="Unloading"):
+        if isinstance(module, TunedInPlace):
+            module.detach()
+        if isinstance(module, TunedInPlace) or any(name.startswith(f"{outer}.") for outer in done):
+            continue
+        done.append(name)
+        parent, _, child_name = get_submodules(tuner.model, name)
+        if isinstance(module, AuxiliaryTrainingWrapper) and not merge:
+            plain = module.original_module  # PEFT itself would leave the trained head in the base
+        elif hasattr(module, "unload_and_optionally_merge_module"):
+            plain = module.unload_and_optionally_merge_module(
+                merge=merge, safe_merge=safe_merge, adapter_names=adapter_names
+            )
+        else:
+            plain = module.get_base_layer()
+        setattr(parent, child_name, plain)
+    tuner._sync_labels(enabled=merge)
+    forget_originals(tuner.model)
+    return_to_fused_path(tuner.model)
+    if merge:
+        admit_untied_embeddings(tuner.model)
+    if hasattr(tuner.model, "peft_config"):
+        del tuner.model.peft_config
+    return tuner.model
+
+
+def delete_adapter(tuner: Any, adapter_name: str) -> None:
+    """Delete one adapter; see `DeltaTuner.delete_adapter`."""
+    if adapter_name not in tuner.peft_config:
+        raise ValueError(f"Adapter {adapter_name} does not exist. Adapters: {', '.join(tuner.peft_config)}.")
+    check_adapters_not_merged(tuner.model, adapter_name)
+    was_active = adapter_name in tuner.active_adapters
+    remaining = [name for name in tuner.active_adapters if name != adapter_name]
+    del tuner.peft_config[adapter_name]
+    if was_active and not remaining:
+        remaining = list(tuner.peft_config)[:1]
+        if remaining:
+            warnings.warn(
+                f"Adapter {adapter_name} was active which is now deleted. Setting active adapter to {remaining[0]}.",
+                stacklevel=2,
+            )
+    if was_active and remaining:
+        tuner.set_adapter(remaining)
+    elif was_active:
+        tuner.active_adapter = []
+        tuner._sync_labels()
+    for module in list(tuner.model.modules()):
+        if isinstance(module, BaseTunerLayer):
+            for attribute in module.adapter_layer_names + module.other_param_names:
+                table = getattr(module, attribute)
+                if adapter_name in table:
+                    del table[adapter_name]
+            if was_active and not remaining:
+                module.set_adapter([])
+        elif isinstance(module, AuxiliaryTrainingWrapper):
+            module.delete_adapter(adapter_name, new_active_adapters=list(tuner.active_adapters))
+    if "_backward_start" in tuner.__dict__:
+        tuner._backward_start.look_again()  # it would hold on to the deleted tensors
+
+
+def take_out_unfilled(tuner: Any, adapter_name: str) -> None:
+    """Take out an adapter whose tensors could not be loaded, unless it had some before."""
+    config: Any = tuner.peft_config[adapter_name]
+    if not vars(config).pop("_is_unfilled", False):
+        return
+    if len(tuner.peft_config) == 1:
+        unload(tuner, False, False, False, None)
+    else:
+        delete_adapter(tuner, adapter_name)
+
+
+@contextmanager
+def whole_or_not_at_all(tuner: Any, adapter_name: str, present: Collection[int]) -> Iterator[None]:
+    """Take out what there is of an adapter if it cannot be made within the block; `present`: the modules before it."""
+    try:
+        yield
+    except Exception:
+        modules = [m for m in tuner.model.modules() if isinstance(m, (BaseTunerLayer, AuxiliaryTrainingWrapper))]
+        if modules and not any(id(module) in present for module in modules):
+            unload(tuner, False, False, False, None)
+        for module in modules:
+            for table in (getattr(module, name) for name in module.adapter_layer_names):
+                if adapter_name in table:
+                    del table[adapter_name]
+        raise
+
+
+# ---- rows of one batch that belong to different adapters: model(**batch, adapter_names=["rte", "__base__"])
+
+
+@contextmanager
+def adapter_names_in_forward(
+    tuner: BaseTuner, adapter_names: Sequence[str], inputs: Iterable[Any], num_beams: int = 1
+) -> Iterator[None]:
+    """Tell every adapted module, for the time of a forward call, which row belongs to which adapter, or `"__base__"`.
+
+    The first tensor in `inputs` tells the number of rows. With beam search each is repeated, except in an encoder.
+    """
+    model = tuner.model
+    used = [name for name in dict.fromkeys(adapter_names) if name != BASE]
+    _check_rows(tuner, used)
+    rows = next((len(value) for value in inputs if isinstance(value, torch.Tensor)), len(adapter_names))
+    if rows != len(adapter_names):
+        raise ValueError(
+            "Length of `adapter_names` should be the same as the number of inputs, but got "
+            f"{len(adapter_names)} and {rows} respectively."
+        )
+    repeated = [name for name in adapter_names for _ in range(num_beams)]
+    # a model that is all decoder has the method as well, and returns itself
+    has_encoder = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+    encoder = model.get_encoder() if num_beams > 1 and has_encoder else None
+    in_encoder = {id(m) for m in encoder.modules()} if encoder is not None else set()
+    handles, is_on = [], [True]  # an interrupt may leave hooks behind, which then do nothing
+    try:
+        for module in model.modules():
+            if isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper)) and isinstance(module, nn.Module):
+                names = list(adapter_names) if id(module) in in_encoder else repeated
+                if isinstance(module, AuxiliaryTrainingWrapper):  # PEFT's own does not know adapters without a copy
+                    names = [name if name in module._adapters else BASE for name in names]
+                hook = partial(_add_adapter_names, adapter_names=names, is_on=is_on)
+                handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+        yield
+    finally:
+        is_on.clear()
+        for handle in handles:
+            handle.remove()
+
+
+def _add_adapter_names(
+    module: nn.Module, args: tuple, kwargs: dict, adapter_names: list[str], is_on: list[bool]
+) -> tuple[tuple, dict]:
+    return args, {**kwargs, "adapter_names": adapter_names} if is_on else kwargs
+
+
+def _check_rows(tuner: Any, used: Sequence[str]) -> None:
+    if tuner.training:
+        raise ValueError("Cannot pass `adapter_names` when the model is in training mode.")
+    unknown = sorted(set(used) - set(tuner.peft_config))
+    if unknown:
+        raise ValueError(f"Trying to infer with non-existing adapter(s): {', '.join(unknown)}")
+    kind = getattr(getattr(tuner.model, "config", None), "model_type", None)
+    if kind in _ROWS_NOT_FIRST:
+        raise TypeError(f"{kind} does not keep the rows of a batch first, so adapter_names cannot be used with it.")
+    for path, module in tuner.model.named_modules():
+        if isinstance(module, TunedModule) and module.is_in_place and any(name in module.tuned for name in used):
+            raise TypeError(
+                f"The layer {path.rpartition('.')[0]} has tuned parameters of its own, which all rows share."
+            )
+    labels = {name: (getattr(tuner.peft_config[name], "labels", None) or {}).get("num_labels") for name in used}
+    if len(set(labels.values()) - {None}) > 1:  # stock LoRA does not tell
+        raise ValueError(f"The heads of these adapters differ in size and cannot share a batch: labels {labels}.")
