@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from datasets import Dataset
+from distributed.launch import launch_well, skip_if_missing
 from forks import run_forked
 from peft import LoraConfig, PeftModel
 from safetensors.torch import load_file
@@ -28,7 +29,6 @@ from peft_surgical.training import TrainingJob, TrainingRun, evaluate, predict, 
 
 pytest.importorskip("trl")
 FORMS = ["messages", "chat prompt", "prompt", "instruction", "text"]
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 
 @pytest.fixture(scope="module")
@@ -316,6 +316,30 @@ def test_the_code_on_the_card_runs(job, tmp_path, monkeypatch, method, form, cap
     exec(code.replace("A question", "w1 w2").replace("Once upon a time", "w1 w2"), scope)
     (row,) = predict("out", ["w1 w2"], max_new_tokens=64)
     assert capsys.readouterr().out.strip() == row["answer"].strip()
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
+def test_two_processes_train_as_one_and_count_no_row_twice(base, tmp_path, engine):
+    rows = save_language_data(tmp_path / "odd", train=44, validation=11)  # 40 to train on, in whole batches
+    skip_if_missing(engine)
+
+    def options(output: str, batch_size: int) -> dict:
+        return {
+            "model": str(base), "data": str(rows), "output": str(tmp_path / output), "method": "last",
+            "batch_size": batch_size, "epochs": 2, "learning_rate": 1e-2, "assistant_only_loss": True,
+        }  # fmt: skip
+
+    one = train(TrainingJob(**options("one", 8)))
+    given = {name.replace("_", "-"): value for name, value in options("two", 4).items() if value is not True}
+    arguments = [f"--{name}={value}" for name, value in given.items()]
+    launch_well(engine, ["-m", "peft_surgical.cli", "train", *arguments, "--assistant-only-loss"])
+    two = json.loads((tmp_path / "two" / "metrics.json").read_text())
+    for row, other in zip(one["history"], two["history"], strict=True):
+        assert other["train_loss"] == pytest.approx(row["train_loss"], rel=1e-4)
+    for part in ("base", "evaluation"):
+        assert two[part]["loss"] == pytest.approx(one[part]["loss"], rel=1e-4)
+    assert ("answers" in two) == (engine == "ddp")  # not of weights in parts
+    assert evaluate(tmp_path / "two").metrics["loss"] == pytest.approx(two["evaluation"]["loss"], rel=1e-5)
 
 
 # prompts
