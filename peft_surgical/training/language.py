@@ -91,7 +91,7 @@ class LanguageTrainer(JointCheckpoints, SFTTrainer):
     def prediction_step(
         self, model: Any, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
     ) -> tuple[None, torch.Tensor, torch.Tensor]:
-        loss = super().prediction_step(model, inputs, True, ignore_keys)[0]
+        loss: Any = super().prediction_step(model, inputs, True, ignore_keys)[0]
         tokens = (inputs["labels"][:, 1:] != -100).sum().to(loss.device)
         return None, (loss * tokens).float().reshape(1), tokens.reshape(1)
 
