@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from peft_surgical.cli import adapters, checkpoints, demo, evaluate, rank, train
+from peft_surgical.cli import adapters, checkpoints, demo, evaluate, predict, rank, train
 from peft_surgical.cli.common import as_command
 from peft_surgical.training.job import job_options
 
@@ -21,6 +21,7 @@ for name, command in {
     "rank": as_command(rank.rank, rank.JOB_FIELDS),
     "train": as_command(train.train, job_options()),
     "evaluate": as_command(evaluate.evaluate),
+    "predict": as_command(predict.predict),
     "inspect": as_command(adapters.inspect),
     "diff": as_command(checkpoints.diff),
     "merge": as_command(checkpoints.merge),

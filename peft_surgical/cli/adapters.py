@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 
 from peft_surgical.cli.common import Adapter, Encoding, Output, size
-from peft_surgical.training.job import check_writable
+from peft_surgical.training.options import check_writable
 
 
 if TYPE_CHECKING:

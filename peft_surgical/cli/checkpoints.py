@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 
 from peft_surgical.cli.common import Adapter, Base, Encoding, Output, check_plot, size
-from peft_surgical.training.job import check_writable
+from peft_surgical.training.options import check_writable
 
 
 def diff(

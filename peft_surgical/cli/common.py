@@ -20,7 +20,8 @@ from rich.logging import RichHandler
 from rich.markup import escape
 from rich.table import Table
 
-from peft_surgical.training.job import TrainingJob, check_writable, flag, job_options
+from peft_surgical.training.job import TrainingJob, job_options
+from peft_surgical.training.options import check_writable, flag
 
 
 _QUIET = Annotated[bool, typer.Option("--quiet", "-q", help="Show errors only.")]
@@ -125,6 +126,8 @@ def read_depth(text: str) -> int | float:
 
 READERS: dict[str, Callable[[str], Any]] = {"layers": read_layers, "n1": read_depth, "n2": read_depth}
 """How the fields that are written as text on the command line are read."""
+WRITERS = {".csv": "to_csv", ".jsonl": "to_json", ".parquet": "to_parquet"}
+"""How rows are written to a file, by its ending."""
 
 
 def _load_library() -> None:
@@ -197,18 +200,33 @@ def show_table(console: Console, rows: Iterable[tuple[str, str]]) -> None:
     table.add_column(style="bold")
     table.add_column(overflow="fold")
     for name, value in rows:
-        table.add_row(name, value)
+        table.add_row(escape(name), escape(value))
     console.print(table)
 
 
 def show_metrics(
-    console: Console, metrics: Mapping[str, float], count: int, rows: str, majority: Mapping[str, Any] | None
+    console: Console,
+    metrics: Mapping[str, float],
+    count: int,
+    rows: str,
+    majority: Mapping[str, Any] | None,
+    base: Mapping[str, float] | None = None,
 ) -> None:
-    """Show metrics beside those of the most frequent class, and the number and the name of the rows they are of."""
+    """Show metrics, the number and the name of the rows they are of, and beside them what is reached for nothing.
+
+    Args:
+        console: Where.
+        metrics: The metrics by name.
+        count: The number of rows.
+        rows: What the rows are, in words.
+        majority: The metrics of the most frequent class.
+        base: The metrics of the base model.
+    """
     console.print(f"\n{count:,} rows: {rows}")
-    beside = majority or {}
-    always = {name: f"   (always {beside['label']!r}: {beside[name]:.4f})" for name in metrics if name in beside}
-    show_table(console, [(name, f"{value:.4f}{always.get(name, '')}") for name, value in metrics.items()])
+    named = f"always {majority['label']!r}" if majority else "base model"
+    beside = majority or base or {}
+    reached = {name: f"   ({named}: {beside[name]:.4f})" for name in metrics if name in beside}
+    show_table(console, [(name, f"{value:.4f}{reached.get(name, '')}") for name, value in metrics.items()])
 
 
 def check_plot(option: str, path: Path | None) -> None:

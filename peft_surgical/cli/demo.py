@@ -16,7 +16,7 @@ from rich.table import Table
 
 from peft_surgical.cli import demo_data
 from peft_surgical.cli.common import size
-from peft_surgical.training.job import check_writable
+from peft_surgical.training.options import check_writable
 
 
 if TYPE_CHECKING:

@@ -9,11 +9,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from peft_surgical.cli.common import show_metrics
-from peft_surgical.training.job import check_writable
-
-
-_WRITERS = {".csv": "to_csv", ".jsonl": "to_json", ".parquet": "to_parquet"}
+from peft_surgical.cli.common import WRITERS, show_metrics
+from peft_surgical.training.options import check_writable
 
 
 def evaluate(
@@ -26,17 +23,17 @@ def evaluate(
     batch_size: Annotated[int | None, typer.Option(help="Rows per batch.")] = None,
     output: Annotated[Path | None, typer.Option(help="Save the metrics here (.json).")] = None,
     predictions: Annotated[
-        Path | None, typer.Option(help="Save text, label and prediction of each row here (.csv, .jsonl, .parquet).")
+        Path | None, typer.Option(help="Save each row with its prediction here (.csv, .jsonl, .parquet).")
     ] = None,
 ) -> None:
-    """Measure a trained model: on the evaluation rows of its training, or on other labelled text."""
+    """Measure a trained model: on the evaluation rows of its training, or on other data."""
     from peft_surgical.distributed import this_process
     from peft_surgical.training.evaluation import evaluate, majority
 
     if output is not None:
         check_writable("--output", output, (".json",))
     if predictions is not None:
-        check_writable("--predictions", predictions, _WRITERS)
+        check_writable("--predictions", predictions, WRITERS)
     result = evaluate(folder, model=model, data=data, subset=subset, split=split, batch_size=batch_size)
     show_metrics(console, result.metrics, len(result.data), result.rows, majority(result.data, result.labels))
     if not this_process().is_main_process:  # the first one writes
@@ -45,5 +42,5 @@ def evaluate(
         output.write_text(json.dumps(result.metrics, indent=2) + "\n", encoding="utf-8")
         console.print(f"Saved {output}")
     if predictions is not None:
-        getattr(result.table(), _WRITERS[predictions.suffix])(str(predictions))
+        getattr(result.table(), WRITERS[predictions.suffix])(str(predictions))
         console.print(f"Saved {predictions}")

@@ -9,8 +9,9 @@ import typer
 from rich.console import Console
 
 from peft_surgical.cli.common import check_plot, read_job_fields
-from peft_surgical.training.job import TrainingJob, check_writable
+from peft_surgical.training.job import TrainingJob
 from peft_surgical.training.methods import describe_strata_by_rank
+from peft_surgical.training.options import check_writable
 
 
 JOB_FIELDS = frozenset(

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from peft_surgical.cli.common import read_job_fields, show_metrics, show_table, size
-from peft_surgical.training.job import JOB_FILE, TrainingJob
+from peft_surgical.training.job import CAUSAL_LM, JOB_FILE, TrainingJob
 from peft_surgical.training.methods import METHODS, describe_strata_by_rank
 
 
@@ -76,7 +76,8 @@ def _show_start(console: Console, run: TrainingRun) -> None:
     rows = [
         ("Model", f"{job.model}, {size(run.total_parameters, '')} parameters"),
         ("Text", text),
-        ("Label", f"{task.label_column}: {_count_classes(task, parts.train)}"),
+        *([("Label", f"{task.label_column}: {_count_classes(task, parts.train)}")] if task.label_column else []),
+        *([("Learns", _what_is_learnt(job, task))] if task.form else []),
         ("Train on", f"{len(parts.train):,} {parts.train_name}"),
         ("Choose on", f"{len(parts.selection):,} rows: {parts.selection_name}" if parts.selection else "nothing"),
         ("Measure on", f"{len(parts.evaluation):,} rows: {parts.evaluation_name}"),
@@ -89,6 +90,15 @@ def _show_start(console: Console, run: TrainingRun) -> None:
             "The checkpoint is chosen on the same rows that it is measured on, so the numbers will be too good.",
             style="yellow",
         )
+
+
+def _what_is_learnt(job: TrainingJob, task: Task) -> str:
+    """Which tokens of a language model's rows have a loss."""
+    if job.assistant_only_loss:
+        return "what the assistant says"
+    if len(task.text_columns) > 1:
+        return "the answers"
+    return "all of the text" if task.form == "text" else "all of each chat; with --assistant-only-loss, the answers"
 
 
 def _count_classes(task: Task, rows: Dataset) -> str:
@@ -110,7 +120,13 @@ def _show_end(console: Console, job: TrainingJob, results: dict[str, Any]) -> No
         rows=evaluation.pop("rows"),
         metrics=evaluation,
         majority=results["majority"],
+        base=results.get("base"),
     )
+    if results.get("answers"):
+        console.print("\nAnswers to the first of these rows:")
+        for row in results["answers"]:
+            show_table(console, [("asked", row["prompt"]), ("answered", row["answer"]), ("data", row["reference"])])
+            console.print()
     trained, total = results["parameters"]["trained"], results["parameters"]["total"]
     rows = [
         ("Chosen", describe_selection(results)),
@@ -119,6 +135,12 @@ def _show_end(console: Console, job: TrainingJob, results: dict[str, Any]) -> No
         ("Files", ", ".join(f"{name} {size(count)}" for name, count in results["files"].items())),
         ("Seconds", ", ".join(f"{name} {seconds:.1f}" for name, seconds in results["seconds"].items())),
         ("Saved in", f"{job.output}  (README.md is its card)"),
-        ("Next", f"peft-surgical evaluate {job.output} --predictions predictions.csv"),
+        ("Next", _next_command(job, results)),
     ]
     show_table(console, rows)
+
+
+def _next_command(job: TrainingJob, results: dict[str, Any]) -> str:
+    if results["task"]["kind"] == CAUSAL_LM:
+        return f"peft-surgical predict {job.output} --prompt 'A question'"
+    return f"peft-surgical evaluate {job.output} --predictions predictions.csv"

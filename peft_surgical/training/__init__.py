@@ -1,4 +1,6 @@
-"""The job behind `peft-surgical train` and `evaluate`, on transformers' Trainer: data in, a measured adapter out.
+"""The job behind `peft-surgical train`, `evaluate` and `predict`: data in, a measured adapter out, and its answers.
+
+On transformers' Trainer, and for language models on TRL's `SFTTrainer`.
 
 The names are imported when they are first asked for: the help of the command line needs the job alone.
 """
@@ -13,14 +15,16 @@ if TYPE_CHECKING:
     from peft_surgical.training.evaluation import Evaluation, evaluate
     from peft_surgical.training.job import TrainingJob
     from peft_surgical.training.methods import METHODS, Method
+    from peft_surgical.training.prediction import predict
     from peft_surgical.training.run import TrainingRun, train
 
-__all__ = ["METHODS", "Evaluation", "Method", "TrainingJob", "TrainingRun", "evaluate", "train"]
+__all__ = ["METHODS", "Evaluation", "Method", "TrainingJob", "TrainingRun", "evaluate", "predict", "train"]
 
 _HOMES = {
     "evaluation": "Evaluation evaluate",
     "job": "TrainingJob",
     "methods": "METHODS Method",
+    "prediction": "predict",
     "run": "TrainingRun train",
 }
 

@@ -8,18 +8,16 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import ModelCardData
-from transformers import TrainerState
 
-from peft_surgical import __version__
 from peft_surgical.ranking.ranking import LayerRanking
-from peft_surgical.training.data import Parts, Task
-from peft_surgical.training.job import JOB_FILE, TrainingJob, check_writable
+from peft_surgical.training.data import Parts
+from peft_surgical.training.job import CAUSAL_LM, JOB_FILE, TrainingJob
 from peft_surgical.training.methods import METHODS
+from peft_surgical.training.options import check_writable
 
 
 logger = logging.getLogger(__name__)
@@ -27,7 +25,6 @@ logger = logging.getLogger(__name__)
 RANKING_FILE = "ranking.json"
 METRICS_FILE = "metrics.json"
 CHECKPOINTS = "checkpoints"
-_LIBRARIES = ("torch", "transformers", "peft", "accelerate", "datasets")
 
 
 def check_folder(job: TrainingJob, *, resume: bool = False, overwrite: bool = False) -> None:
@@ -79,59 +76,23 @@ def write_json(file: Path, content: dict[str, Any]) -> None:
     partial.replace(file)
 
 
-def make_results(
-    job: TrainingJob,
-    task: Task,
-    parts: Parts,
-    state: TrainerState,
-    metric: str,
-    evaluation: dict[str, float],
-    **measured: Any,
-) -> dict[str, Any]:
-    """The content of `metrics.json`; `measured` is more of it, as it is."""
-    selection = None
-    if parts.selection is not None:
-        best = state.best_model_checkpoint
-        selection = {
-            "rows": parts.selection_name,
-            "samples": len(parts.selection),
-            "metric": metric,
-            "best": state.best_metric,
-            "best_step": int(best.rpartition("-")[2]) if best else None,
-        }
-    return {
-        "method": job.method,
-        "task": {name: getattr(task, name) for name in ("kind", "text_columns", "label_column", "labels")},
-        "metric": metric,
-        "evaluation": {
-            "rows": parts.evaluation_name,
-            "samples": len(parts.evaluation),
-            **_without_prefix(evaluation, "final_"),
-        },
-        "selection": selection,
-        "training": {"rows": parts.train_name, "samples": len(parts.train), "steps": state.global_step},
-        **measured,
-        "files": {file.name: file.stat().st_size for file in sorted(Path(job.output).glob("*.safetensors"))},
-        "history": _history(state.log_history),
-        "versions": {"peft_surgical": __version__, **{name: version(name) for name in _LIBRARIES}},
-    }
-
-
 def write_model_card(
     folder: str | Path, job: TrainingJob, parts: Parts, results: dict[str, Any], ranking: LayerRanking | None
 ) -> None:
     """Write `README.md` into the folder of a trained model; `results` is the content of `metrics.json`."""
+    is_language = results["task"]["kind"] == CAUSAL_LM
     task, evaluation, training = results["task"], results["evaluation"], results["training"]
     metrics = {name: value for name, value in evaluation.items() if name not in ("rows", "samples")}
     metadata = ModelCardData(
         base_model=job.model,
         library_name="transformers" if job.method == "full" else "peft",
-        pipeline_tag="text-classification",
-        tags=["peft-surgical", job.method],
+        pipeline_tag="text-generation" if is_language else "text-classification",
+        tags=["peft-surgical", job.method, *(["sft", "trl"] if is_language else [])],
         metrics=[name for name in metrics if name != "loss"],
     )
-    wanted = f"the classes {', '.join(task['labels'])}" if task["labels"] else "an amount"
     columns = " and ".join(f"`{column}`" for column in task["text_columns"])
+    wanted = f"the classes {', '.join(task['labels'])}" if task["labels"] else "an amount"
+    aim = f"to write as in {columns}" if is_language else f"to tell {wanted} from {columns}"
     trained, total = results["parameters"]["trained"], results["parameters"]["total"]
     layers = describe_layers(results)
     notes = ""
@@ -142,6 +103,8 @@ def write_model_card(
             f"\n\n{parts.overlap:,} of the {evaluation['samples']:,} evaluation rows have a text that is also in the "
             "training or selection rows."
         )
+    if results.get("answers"):
+        notes += f"\n\n## Answers\n\nTo the first evaluation rows.\n\n{show_answers(results['answers'])}"
     if ranking is not None:
         source = f"read from `{job.ranking}`" if job.ranking else "made on training rows before training"
         notes += f"\n\n## Which layers matter\n\nThe ranking was {source}.\n\n```text\n{ranking}\n```"
@@ -152,7 +115,7 @@ def write_model_card(
 
 # {Path(job.output).resolve().name}
 
-`{job.model}`, tuned by the method *{job.method}* ({METHODS[job.method].about}) to tell {wanted} from {columns} of \
+`{job.model}`, tuned by the method *{job.method}* ({METHODS[job.method].about}) {aim} of \
 `{job.data}`.
 
 Trained: {trained:,} of {total:,} parameters ({share(trained, total)}){f", in the layers: {layers}" if layers else ""}.
@@ -165,7 +128,7 @@ Measured on {evaluation["samples"]:,} rows: {evaluation["rows"]}.
 |{" ---: |" * len(metrics)}
 | {" | ".join(f"{value:.4f}" for value in metrics.values())} |
 
-{describe_majority(results["majority"])}
+{describe_majority(results["majority"])}{describe_base(results.get("base"))}
 
 Trained on {training["samples"]:,} {training["rows"]}. {describe_selection(results)}{notes}
 
@@ -220,6 +183,22 @@ def describe_majority(majority: dict[str, Any] | None) -> str:
     return f"Always '{majority['label']}', the class of {share(majority['share'], 1)} of these rows, has {metrics}."
 
 
+def describe_base(base: dict[str, float] | None) -> str:
+    """What the base model reaches without having been trained, in a sentence; nothing if it was not measured."""
+    if base is None:
+        return ""
+    return f"The base model by itself has {', '.join(f'{name} {value:.4f}' for name, value in base.items())}."
+
+
+def show_answers(answers: list[dict[str, str]]) -> str:
+    """Prompts with what the data and the model answer, as a Markdown text."""
+    parts = []
+    for row in answers:
+        lines = [("asked", row["prompt"]), ("answered", row["answer"]), ("the data has", row["reference"])]
+        parts.append("\n".join(f"- *{name}*: {' '.join(str(text).split())}" for name, text in lines))
+    return "\n\n".join(parts)
+
+
 def describe_layers(results: dict[str, Any]) -> str:
     """The layers that were trained, from the content of `metrics.json`."""
     return "; ".join(f"{stack} {', '.join(map(str, chosen))}" for stack, chosen in results["layers"].items())
@@ -228,37 +207,39 @@ def describe_layers(results: dict[str, Any]) -> str:
 def _usage(job: TrainingJob, task: dict[str, Any]) -> str:
     """Code that loads the model and asks it."""
     labels, here = task["labels"], Path(job.output).resolve().name
-    texts = '"A text"' if len(task["text_columns"]) == 1 else '"A text", "another text"'
-    imports = "from transformers import AutoModelForSequenceClassification, AutoTokenizer"
-    load = "AutoModelForSequenceClassification.from_pretrained"
+    is_language = task["kind"] == CAUSAL_LM
+    kind = "AutoModelForCausalLM" if is_language else "AutoModelForSequenceClassification"
+    imports = f"from transformers import {kind}, AutoTokenizer"
     if job.method == "full":
-        model = f'model = {load}("{here}")'
+        model = f'model = {kind}.from_pretrained("{here}")'
     else:
+        number = "" if is_language else f", num_labels={len(labels) or 1}"
         imports = f"import peft_surgical  # makes the method known to PEFT\nfrom peft import PeftModel\n{imports}"
-        model = f'base = {load}("{job.model}", num_labels={len(labels) or 1})\n'
+        model = f'base = {kind}.from_pretrained("{job.model}"{number})\n'
         model += f'model = PeftModel.from_pretrained(base, "{here}").eval()'
+    source = here if job.method == "full" or is_language else job.model
     return f"""{imports}
 
 
 {model}
-tokenizer = AutoTokenizer.from_pretrained("{here if job.method == "full" else job.model}")
-logits = model(**tokenizer({texts}, return_tensors="pt")).logits
+tokenizer = AutoTokenizer.from_pretrained("{source}")
+{_ask_language(task) if is_language else _ask_classifier(task)}"""
+
+
+def _ask_classifier(task: dict[str, Any]) -> str:
+    labels = task["labels"]
+    texts = '"A text"' if len(task["text_columns"]) == 1 else '"A text", "another text"'
+    return f"""logits = model(**tokenizer({texts}, return_tensors="pt")).logits
 print({f"{[*labels]}[logits.argmax()]" if labels else "float(logits)"})"""
 
 
-def _without_prefix(metrics: dict[str, float], prefix: str) -> dict[str, float]:
-    skip = ("runtime", "samples_per_second", "steps_per_second", "model_preparation_time")
-    names = {key.removeprefix(prefix): value for key, value in metrics.items() if key.startswith(prefix)}
-    return {name: value for name, value in names.items() if name not in skip}
-
-
-def _history(log: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One row per epoch: the training loss, and the metrics on the selection rows."""
-    epochs: dict[int, dict[str, Any]] = {}
-    for entry in log:
-        if "loss" in entry or "eval_loss" in entry:
-            row = epochs.setdefault(entry["step"], {"epoch": entry["epoch"], "step": entry["step"]})
-            if "loss" in entry:
-                row["train_loss"] = entry["loss"]
-            row.update(_without_prefix(entry, "eval_"))
-    return [*epochs.values()]
+def _ask_language(task: dict[str, Any]) -> str:
+    if task["form"] == "text":
+        inputs = 'tokenizer("Once upon a time", return_tensors="pt")'
+    else:
+        chat = '[{"role": "user", "content": "A question"}]'
+        inputs = f'tokenizer.apply_chat_template(\n    {chat}, add_generation_prompt=True, return_tensors="pt", '
+        inputs += "return_dict=True\n)"
+    return f"""inputs = {inputs}
+said = model.generate(**inputs, max_new_tokens=64)
+print(tokenizer.decode(said[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))"""

@@ -69,24 +69,26 @@ def find_split(splits: Mapping[str, Any] | Iterable[str], role: str) -> str | No
 
 @dataclass(frozen=True)
 class Task:
-    """A labelled text task, read and put into one form.
+    """A task, read and put into one form.
 
     Args:
-        kind: `"classification"` or `"regression"`.
-        text_columns: The one or two columns of the data that hold the text.
-        label_column: The column of the data that holds the label.
-        labels: Names of the classes in the order of their ids; empty for regression.
+        kind: `"classification"`, `"regression"` or `"causal-lm"`.
+        text_columns: The columns of the data that hold the text; of labelled text one or two.
+        label_column: The column of the data that holds the label; None for language models.
+        labels: Names of the classes in the order of their ids; empty for regression and language models.
         unused_columns: Text columns of the data that the task does not read.
         splits: Data sets with the columns `text`, for two texts also `text_pair`, and `labels`. Rows without a label
-            are left out, and so are splits without any.
+            are left out, and so are splits without any. For language models, see `make_language_task`.
+        form: For language models, how a prompt is put: `"chat"`, `"instruction"` or `"text"`.
     """
 
     kind: str
     text_columns: tuple[str, ...]
-    label_column: str
+    label_column: str | None
     labels: tuple[str, ...]
     unused_columns: tuple[str, ...]
     splits: Mapping[str, Dataset]
+    form: str = ""
 
     def split(self, name: str) -> Dataset:
         """The rows of a split.
@@ -237,15 +239,15 @@ def _read_from_hub(name: str, subset: str | None) -> dict[str, Dataset]:
 
 
 def _can_stratify(data: Dataset, count: int) -> bool:
-    if not isinstance(data.features["labels"], ClassLabel):
+    if not isinstance(data.features.get("labels"), ClassLabel):
         return False
     of_class = Counter(data["labels"][:])
     return min(of_class.values()) >= 2 and min(count, len(data) - count) >= len(of_class)
 
 
 def _overlap(evaluation: Dataset, others: list[Dataset | None]) -> int:
-    def texts(data: Dataset) -> list[tuple[str, ...]]:
-        return [*zip(*(data[c][:] for c in data.column_names if c != "labels"), strict=True)]
+    def texts(data: Dataset) -> list[str]:  # of chats too
+        return [str(row) for row in zip(*(data[c][:] for c in data.column_names if c != "labels"), strict=True)]
 
     seen = {row for data in others if data is not None for row in texts(data)}
     return sum(row in seen for row in texts(evaluation))

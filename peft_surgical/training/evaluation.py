@@ -5,38 +5,45 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from datasets import Dataset
+from datasets import Dataset, concatenate_datasets
 from torch import nn
 from transformers import DataCollatorWithPadding, PrinterCallback, Trainer, TrainingArguments
 
 from peft_surgical.distributed import shard_by_layer, this_process
 from peft_surgical.training.card import METRICS_FILE
 from peft_surgical.training.data import Task, find_split, read_splits
-from peft_surgical.training.job import TrainingJob
-from peft_surgical.training.prepare import load_tokenizer, load_trained, max_length, split_by_use
+from peft_surgical.training.job import CAUSAL_LM, TrainingJob
+from peft_surgical.training.prepare import (
+    load_tokenizer,
+    load_trained,
+    max_length,
+    require_metrics,
+    require_trl,
+    split_by_use,
+)
 from peft_surgical.training.tasks import encode, make_task
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What a trained model makes of labelled rows.
+    """What a trained model makes of the rows of a task.
 
     Args:
         rows: What the rows are, in words.
         metrics: The metrics by name.
         data: The rows, as `Task` has them.
-        labels: Names of the classes; none for regression.
-        outputs: Logits (N, classes), or predicted amounts (N, 1).
+        labels: Names of the classes; none for regression and language models.
+        outputs: Logits (N, classes), or predicted amounts (N, 1). Of a language model the sum of -log p over a row's
+            tokens, in nats, and the number of these tokens (N, 2).
     """
 
     rows: str
@@ -47,13 +54,18 @@ class Evaluation:
 
     @property
     def predictions(self) -> list[Any]:
-        """The predicted class name, or amount, of each row."""
+        """The predicted class name or amount of each row; of a language model its loss per token."""
         if self.labels:
             return [self.labels[i] for i in self.outputs.argmax(-1)]
+        if "labels" not in self.data.column_names:
+            return (self.outputs[:, 0] / self.outputs[:, 1]).tolist()
         return self.outputs.reshape(len(self.data)).tolist()
 
     def table(self) -> Dataset:
-        """The rows with their text, label and prediction, to look at or to write to a file."""
+        """The rows with their text, label and prediction, or loss and tokens, to look at or to write to a file."""
+        if "labels" not in self.data.column_names:
+            counts = {"loss": self.predictions, "tokens": self.outputs[:, 1].astype(int).tolist()}
+            return concatenate_datasets([self.data, Dataset.from_dict(counts)], axis=1)
         given = self.data["labels"][:]
         columns = {c: self.data[c][:] for c in self.data.column_names if c != "labels"}
         columns["label"] = [self.labels[i] for i in given] if self.labels else given
@@ -99,27 +111,43 @@ def evaluate(
     Raises:
         ValueError: The folder is not that of a finished run, or the data do not fit it.
     """
-    require_metrics()
-    job = TrainingJob.load(folder)
-    file = Path(folder) / METRICS_FILE
-    if not file.exists():
-        raise ValueError(f"{folder} holds no finished run: it has no {METRICS_FILE}. Finish it with train --resume.")
-    trained = json.loads(file.read_text(encoding="utf-8"))["task"]
+    job, trained = read_run(folder)
     job = dataclasses.replace(job, model=model or job.model)
+    arguments = {"output_dir": str(folder), **shared_arguments(job)}
+    if trained["kind"] == CAUSAL_LM:
+        if batch_size is not None:
+            raise ValueError("--batch-size has no meaning here: the rows of a language model are measured one by one.")
+        require_trl()
+        from peft_surgical.training.language import evaluate_language
+
+        rows, name, task = _choose_rows(job, trained, data, subset, split)
+        return evaluate_language(folder, job, task, rows, name, arguments)
+    require_metrics()
     rows, name, task = _choose_rows(job, trained, data, subset, split)
     tokenizer = load_tokenizer(job.model)
     loaded = load_trained(str(folder), job.model, task.labels, tokenizer, dtype=job.dtype)
-    arguments = shared_arguments(job)
     if batch_size is not None:
         arguments["per_device_eval_batch_size"] = batch_size
-    of_trainer = TrainingArguments(output_dir=str(folder), **arguments)
-    trainer = make_trainer(loaded, of_trainer, DataCollatorWithPadding(tokenizer))
+    trainer = make_trainer(loaded, arguments, DataCollatorWithPadding(tokenizer))
     result = trainer.predict(encode(rows, tokenizer, max_length(job, tokenizer, loaded)))
     outputs = np.asarray(result.predictions)
     return Evaluation(name, compute_metrics(outputs, result.label_ids), rows, task.labels, outputs)
 
 
-class JointTrainer(Trainer):
+def read_run(folder: str | Path) -> tuple[TrainingJob, dict[str, Any]]:
+    """The job of a finished run, and what `metrics.json` says of its task.
+
+    Raises:
+        ValueError: The folder is not that of a finished run.
+    """
+    job = TrainingJob.load(folder)
+    file = Path(folder) / METRICS_FILE
+    if not file.exists():
+        raise ValueError(f"{folder} holds no finished run: it has no {METRICS_FILE}. Finish it with train --resume.")
+    return job, json.loads(file.read_text(encoding="utf-8"))["task"]
+
+
+class JointCheckpoints(Trainer):
     """A Trainer whose checkpoints are complete only when each of the processes has written its part."""
 
     def _save_rng_state(self, output_dir: str) -> None:
@@ -127,11 +155,11 @@ class JointTrainer(Trainer):
         this_process().wait_for_everyone()  # the first process writes the last file next
 
 
-def make_trainer(model: nn.Module, arguments: TrainingArguments, collator: Any, **options: Any) -> Trainer:
+def make_trainer(model: nn.Module, arguments: Mapping[str, Any], collator: Any, **options: Any) -> Trainer:
     """A Trainer that computes the metrics of the task and shows nothing by itself; `options` go to it."""
-    trainer = JointTrainer(
+    trainer = JointCheckpoints(
         model=model,
-        args=arguments,
+        args=TrainingArguments(**arguments),
         data_collator=partial(collator),  # not the collator itself, of which Trainer would save the tokenizer
         compute_metrics=lambda p: compute_metrics(p.predictions, p.label_ids),
         # encoder-decoder models return more than logits
@@ -208,25 +236,15 @@ def majority(data: Dataset, labels: Sequence[str]) -> dict[str, Any] | None:
     return {"label": labels[best], "share": float(counts[best] / len(targets)), **metrics}
 
 
-def require_metrics() -> None:
-    """Make sure that the metrics can be computed, before anything takes time.
-
-    Raises:
-        ImportError: scikit-learn is not installed.
-    """
-    if find_spec("sklearn") is None:
-        raise ImportError("The metrics are scikit-learn's, which is not installed: pip install scikit-learn")
-
-
 def _choose_rows(
     job: TrainingJob, trained: dict[str, Any], data: str | None, subset: str | None, split: str | None
 ) -> tuple[Dataset, str, Task]:
     splits = read_splits(data or job.data, subset=subset if data else job.subset, encoding=job.encoding)
     named = {"text_columns": trained["text_columns"], "label_column": trained["label_column"]}
-    if not {*named["text_columns"], named["label_column"]} <= {*next(iter(splits.values())).column_names}:
+    if not {*named["text_columns"], named["label_column"]} - {None} <= {*next(iter(splits.values())).column_names}:
         named = {}  # other data may call them otherwise
     task = make_task(splits, kind=trained["kind"], labels=trained["labels"], **named)
-    if len(task.text_columns) != len(trained["text_columns"]):
+    if task.kind != CAUSAL_LM and len(task.text_columns) != len(trained["text_columns"]):
         raise ValueError(
             f"The model was trained on the columns {trained['text_columns']} and the data has {[*task.text_columns]}."
         )

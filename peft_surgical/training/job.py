@@ -7,35 +7,24 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
-from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_type_hints
 
 from peft_surgical.training.methods import METHODS
+from peft_surgical.training.options import Option, check_value, flag
 
 
 JOB_FILE = "job.json"
+CAUSAL_LM = "causal-lm"
 
 METRICS: dict[str, tuple[str, ...]] = {
     "classification": ("accuracy", "f1", "matthews"),
     "regression": ("pearson", "spearman"),
+    CAUSAL_LM: ("perplexity",),
 }
 """The metrics of each kind of task, the default one first."""
-
-
-@dataclass(frozen=True)
-class Option:
-    """What a field of `TrainingJob` means, and which values it may have."""
-
-    help: str
-    panel: str | None = None  # the part of the command line's help that it stands in
-    names: tuple[str, ...] = ()  # on the command line, if not that of the field
-    choices: Iterable[str] = ()
-    positive: bool = False
-    fraction: bool = False  # from 0 to below 1
 
 
 _MODEL, _DATA, _METHOD, _RANKING, _CHOICE, _TRAINING = (
@@ -44,6 +33,8 @@ _MODEL, _DATA, _METHOD, _RANKING, _CHOICE, _TRAINING = (
 )
 _METHODS = "; ".join(f"{name}: {method.about}" for name, method in METHODS.items())
 _RATES = ", ".join(f"{name} {method.learning_rate:g}" for name, method in METHODS.items())
+_LANGUAGE = partial(Option, panel="Language models", kinds=(CAUSAL_LM,))
+_LABELLED = (*METRICS,)[:2]
 _METRICS = "; ".join(", ".join(names) for names in METRICS.values())
 
 
@@ -67,8 +58,8 @@ class TrainingJob:
     data: Annotated[
         str,
         _DATA(
-            "Labelled text: a .parquet, .csv, .tsv or .jsonl file, a folder with one such file per split, or the name "
-            "of a data set on the hub."
+            "Labelled text, or text for a language model: a .parquet, .csv, .tsv or .jsonl file, a folder with one "
+            "such file per split, or the name of a data set on the hub."
         ),
     ]
     output: Annotated[str, Option("The folder to write.")]
@@ -122,7 +113,8 @@ class TrainingJob:
         int,
         _RANKING(
             "Average the ranking over this many freshly drawn heads, and tell how much the order depends on the head; "
-            "0: the head that training starts with."
+            "0: the head that training starts with.",
+            kinds=_LABELLED,
         ),
     ] = 0
     stack: Annotated[str | None, _RANKING("Which stack of layers, for models with several (encoder, decoder).")] = None
@@ -132,11 +124,14 @@ class TrainingJob:
         tuple[str, ...],
         _DATA("Column with the text; twice for two texts. Found if not given.", names=("--text-column",)),
     ] = ()
-    label_column: Annotated[str | None, _DATA("Column with the label. Found if not given.")] = None
+    label_column: Annotated[str | None, _DATA("Column with the label. Found if not given.", kinds=_LABELLED)] = None
     task: Annotated[
-        str | None, _DATA("classification or regression. Inferred from the labels if not given.", choices=METRICS)
+        str | None,
+        _DATA(f"{', '.join(METRICS)}. Inferred from the columns and labels if not given.", choices=METRICS),
     ] = None
-    max_length: Annotated[int, _DATA("Texts are cut to this many tokens.", positive=True)] = 256
+    max_length: Annotated[
+        int | None, _DATA("Texts are cut to this many tokens. Default: 256, language models 1024.", positive=True)
+    ] = None
     max_train_samples: Annotated[int | None, _DATA("Train on this many rows, a random draw.", positive=True)] = None
     eval_split: Annotated[
         str | None,
@@ -176,16 +171,27 @@ class TrainingJob:
             choices=("float32", "bfloat16", "float16", "auto"),
         ),
     ] = "float32"
+    packing: Annotated[bool, _LANGUAGE("Train on rows put together up to --max-length, without padding.")] = False
+    assistant_only_loss: Annotated[
+        bool, _LANGUAGE("Learn the assistant's words in a chat alone, not those of the user.")
+    ] = False
+    chat_template: Annotated[
+        str | None, _LANGUAGE("A Jinja file with the chat template, for a tokenizer that has none.")
+    ] = None
+    load_in_4bit: Annotated[bool, _LANGUAGE("Load the base in 4 bits (NF4, with bitsandbytes).")] = False
+    dequantize: Annotated[
+        bool, _LANGUAGE("Tune layers of a quantised base in the type that it was quantised from.")
+    ] = False
     seed: Annotated[int, Option("Seed of the new head and of all draws.")] = 0
     keep_checkpoints: Annotated[bool, Option("Keep the checkpoints after the run.")] = False
     report_to: Annotated[str | None, Option("A service that Trainer reports to, such as tensorboard.")] = None
 
     def __post_init__(self) -> None:
         for name, (_, option) in job_options().items():
-            _check(name, getattr(self, name), option)
+            check_value(name, getattr(self, name), option)
         if self.metric is not None:
             of_task = [names for kind, names in METRICS.items() if self.task in (None, kind)]
-            _check("metric", self.metric, Option("", choices=[*sum(of_task, ()), "loss"]))
+            check_value("metric", self.metric, Option("", choices=[*sum(of_task, ()), "loss"]))
         self._refuse_contradictions()
 
     @property
@@ -202,6 +208,24 @@ class TrainingJob:
     def needs_ranking(self) -> bool:
         """Whether layers are chosen by a ranking."""
         return METHODS[self.method].ranks(self.method_options)
+
+    def check_kind(self, kind: str) -> None:
+        """Check the options that only some kinds of task understand, once the data have told the kind.
+
+        Raises:
+            ValueError: An option is of another kind.
+        """
+        for field in dataclasses.fields(self):
+            kinds = job_options()[field.name][1].kinds
+            if kinds and kind not in kinds and getattr(self, field.name) != field.default:
+                raise ValueError(
+                    f"{flag(field.name)} has no meaning for {kind}, which the data are for; it goes with "
+                    f"{', '.join(kinds)}."
+                )
+        if kind == CAUSAL_LM and self.method == "head":
+            allowed = ", ".join(name for name in METHODS if name != "head")
+            raise ValueError(f"--method head: a language model has no head of a task; allowed are {allowed}.")
+        self.metric_for(kind)
 
     def metric_for(self, kind: str) -> str:
         """The metric that the best checkpoint of a kind of task is chosen by, if the one given is of that kind."""
@@ -242,6 +266,8 @@ class TrainingJob:
             if len(chosen) > 1 and chosen != ["n1", "n2"]:
                 options = " and ".join(f"{flag(name)} {getattr(self, name)}" for name in chosen)
                 raise ValueError(f"{options} choose the groups of layers in different ways. Give one of them.")
+        if self.load_in_4bit and self.method == "full":
+            raise ValueError("--method full trains all weights, which --load-in-4bit freezes. Choose another method.")
         if self.bf16 and self.fp16:
             raise ValueError("--bf16 and --fp16 both choose a type to compute in. Drop one.")
         for field in dataclasses.fields(self):
@@ -257,41 +283,3 @@ def job_options() -> dict[str, tuple[Any, Option]]:
     """The type of each field of `TrainingJob` and its option, by the field's name."""
     hints = get_type_hints(TrainingJob, include_extras=True)
     return {field.name: get_args(hints[field.name]) for field in dataclasses.fields(TrainingJob)}  # type: ignore[misc]
-
-
-def flag(name: str) -> str:
-    """A field's name as it is written on the command line.
-
-    Example:
-
-        >>> flag("top_k")
-        '--top-k'
-    """
-    return "--" + name.replace("_", "-")
-
-
-def check_writable(option: str, path: str | Path, endings: Collection[str] = ()) -> None:
-    """Make sure that a folder can be written later on; with endings, a file with one of them in a folder that exists.
-
-    Raises:
-        ValueError: It cannot be; the message names the option and says why.
-    """
-    path = Path(path).absolute()
-    if endings and path.suffix.lower() not in endings:
-        raise ValueError(f"{option} {path}: allowed are files ending in {', '.join(endings)}.")
-    place = path.parent if endings else next(place for place in (path, *path.parents) if place.exists())
-    if not place.is_dir():
-        raise ValueError(f"{option} {path}: {place} is not a folder.")
-    if not os.access(place, os.W_OK):
-        raise ValueError(f"{option} {path}: {place} cannot be written to.")
-
-
-def _check(name: str, value: Any, option: Option) -> None:
-    if value is None:
-        return
-    if option.choices and value not in option.choices:
-        raise ValueError(f"{flag(name)} {value}: allowed are {', '.join(option.choices)}.")
-    if option.fraction and not 0 <= value < 1:
-        raise ValueError(f"{flag(name)} {value}: allowed are fractions from 0 to below 1.")
-    if option.positive and not value > 0:
-        raise ValueError(f"{flag(name)} {value} must be above 0.")

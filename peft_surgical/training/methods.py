@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 
 if TYPE_CHECKING:
+    from peft import PeftConfig
     from torch import nn
 
     from peft_surgical.methods.stratified.config import StratifiedConfig
@@ -18,8 +19,8 @@ if TYPE_CHECKING:
 
 Options = Mapping[str, Any]
 """The fields of a `TrainingJob` that its method names in `Method.options`."""
-Head = list[str] | None
-"""The modules of the task's head, for `modules_to_save`."""
+Shared = Mapping[str, Any]
+"""What the configs of all methods say alike: `task_type`, and the modules of the task's head as `modules_to_save`."""
 
 
 @dataclass(frozen=True)
@@ -27,8 +28,8 @@ class Method:
     """A way of fine-tuning.
 
     Args:
-        adapt: Takes a model, the options, the ranking if there is one, and the modules of the task's head; returns the
-            model to train.
+        configure: Takes a model, the options, the ranking if there is one, and what all configs say alike; returns
+            PEFT's config, or None where all weights are trained.
         about: What is trained, in a few words.
         learning_rate: The default learning rate.
         options: The fields of `TrainingJob` that only some methods understand, and this one does.
@@ -36,12 +37,28 @@ class Method:
         check: Takes the options, and the model once it is loaded; raises a `ValueError` if they do not go together.
     """
 
-    adapt: Callable[[nn.Module, Options, LayerRanking | None, Head], nn.Module]
+    configure: Callable[[nn.Module, Options, LayerRanking | None, Shared], PeftConfig | None]
     about: str
     learning_rate: float
     options: frozenset[str] = frozenset()
     ranks: Callable[[Options], bool] = lambda options: False
     check: Callable[[Options, nn.Module | None], None] = lambda options, model: None
+
+
+def adapt(
+    method: str,
+    model: nn.Module,
+    options: Options,
+    ranking: LayerRanking | None,
+    *,
+    task_type: str = "SEQ_CLS",
+    head: list[str] | None = None,
+) -> nn.Module:
+    """A model made ready to be trained by a method; `head` names the modules that belong to the task."""
+    from peft import get_peft_model
+
+    config = METHODS[method].configure(model, options, ranking, {"task_type": task_type, "modules_to_save": head})
+    return model if config is None else get_peft_model(model, config)
 
 
 def default_top_k(depth: int) -> int:
@@ -55,11 +72,12 @@ def default_top_k(depth: int) -> int:
     return max(1, depth * 5 // 12)
 
 
-def adapt_surgical(model: nn.Module, options: Options, ranking: LayerRanking | None, head: Head) -> nn.Module:
+def configure_surgical(model: nn.Module, options: Options, ranking: LayerRanking | None, shared: Shared) -> PeftConfig:
     """All weights of the layers that are ranked highest, or named (Lodha et al., 2023)."""
     if ranking is None:
-        return _tune_layers(model, head, layers=_in_stack(options, options["layers"]))
-    return _tune_layers(model, head, ranking=ranking, top_k=options["top_k"] or default_top_k(len(ranking.scores)))
+        return _tune_layers(options, shared, layers=_in_stack(options, options["layers"]))
+    top_k = options["top_k"] or default_top_k(len(ranking.scores))
+    return _tune_layers(options, shared, ranking=ranking, top_k=top_k)
 
 
 def check_layers(options: Options, model: nn.Module | None) -> None:
@@ -86,38 +104,32 @@ def check_layers(options: Options, model: nn.Module | None) -> None:
         raise ValueError(f"--top-k {top_k}: {stack.name} has {depth} layers; allowed are 1 to {depth}.")
 
 
-def adapt_last(model: nn.Module, options: Options, ranking: LayerRanking | None, head: Head) -> nn.Module:
+def configure_last(model: nn.Module, options: Options, ranking: LayerRanking | None, shared: Shared) -> PeftConfig:
     """All weights of the last layers, a quarter of them by default (Lee et al., 2019)."""
     last = f"last:{options['top_k']}" if options["top_k"] else "last:25%"
-    return _tune_layers(model, head, layers=_in_stack(options, last))
+    return _tune_layers(options, shared, layers=_in_stack(options, last))
 
 
-def adapt_head(model: nn.Module, options: Options, ranking: LayerRanking | None, head: Head) -> nn.Module:
+def configure_head(model: nn.Module, options: Options, ranking: LayerRanking | None, shared: Shared) -> PeftConfig:
     """The task's head alone."""
-    from peft import get_peft_model
-
     from peft_surgical.methods.stratified.config import StratifiedConfig
 
-    strata = [{"layers": "all", "tune": "frozen"}]
-    return get_peft_model(model, StratifiedConfig(task_type="SEQ_CLS", strata=strata, modules_to_save=head))
+    return StratifiedConfig(strata=[{"layers": "all", "tune": "frozen"}], **shared)
 
 
-def adapt_lora(model: nn.Module, options: Options, ranking: LayerRanking | None, head: Head) -> nn.Module:
+def configure_lora(model: nn.Module, options: Options, ranking: LayerRanking | None, shared: Shared) -> PeftConfig:
     """LoRA of PEFT, on the modules that PEFT chooses for the model, else on all linear ones (Hu et al., 2022)."""
-    from peft import LoraConfig, get_peft_model
+    from peft import LoraConfig
     from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
 
     known = str(getattr(model.config, "model_type", "")) in TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
     lora = _lora_options(options, rank=8, alpha=16, dropout=0.1)
-    targets = None if known else "all-linear"
-    return get_peft_model(model, LoraConfig(task_type="SEQ_CLS", target_modules=targets, modules_to_save=head, **lora))
+    return LoraConfig(target_modules=None if known else "all-linear", **shared, **lora)
 
 
-def adapt_spafit(model: nn.Module, options: Options, ranking: LayerRanking | None, head: Head) -> nn.Module:
+def configure_spafit(model: nn.Module, options: Options, ranking: LayerRanking | None, shared: Shared) -> PeftConfig:
     """Groups of layers from the bottom up, or by rank: frozen, bias terms, LoRA (Arora and Wang, 2024)."""
-    from peft import get_peft_model
-
-    return get_peft_model(model, spafit_config(options, ranking, head))
+    return spafit_config(options, ranking, shared)
 
 
 def check_spafit(options: Options, model: nn.Module | None) -> None:
@@ -132,12 +144,12 @@ def check_spafit(options: Options, model: nn.Module | None) -> None:
     if options["ranking"] is not None:
         check_layers(options, model)
     else:
-        config = spafit_config(options)
+        config = spafit_config(options, None, {})
         if model is not None:
             choose(resolve_strata(model, config), lambda path: False)
 
 
-def spafit_config(options: Options, ranking: LayerRanking | None = None, head: Head = None) -> StratifiedConfig:
+def spafit_config(options: Options, ranking: LayerRanking | None, shared: Shared) -> StratifiedConfig:
     """The config that the options of `--method spafit` describe.
 
     Raises:
@@ -146,8 +158,7 @@ def spafit_config(options: Options, ranking: LayerRanking | None = None, head: H
     from peft_surgical.methods.stratified.config import StratifiedConfig
 
     more: dict[str, Any] = {
-        "task_type": "SEQ_CLS",
-        "modules_to_save": head,
+        **shared,
         "group_2": options["group_2"],
         **_lora_options(options, rank=64, alpha=128, dropout=0.0),  # Arora & Wang (2024), section 4
     }
@@ -200,12 +211,10 @@ def describe_strata_by_rank(ranking: LayerRanking, group_2: str = "bitfit") -> s
     return f"Strata by rank: {', '.join(parts)}.\nIn Python: StratifiedConfig.by_ranking(ranking, {how})"
 
 
-def _tune_layers(model: nn.Module, head: Head, **choice: Any) -> nn.Module:
-    from peft import get_peft_model
-
+def _tune_layers(options: Options, shared: Shared, **choice: Any) -> PeftConfig:
     from peft_surgical.methods.surgical import SurgicalConfig
 
-    return get_peft_model(model, SurgicalConfig(task_type="SEQ_CLS", modules_to_save=head, **choice))
+    return SurgicalConfig(dequantize=options["dequantize"], **shared, **choice)
 
 
 def _in_stack(options: Options, layers: Any) -> Any:
@@ -225,22 +234,26 @@ _LORA = {"lora_r", "lora_alpha", "lora_dropout"}
 METHODS: dict[str, Method] = {
     # learning rate: Lodha et al. (2023), appendix A.1
     "surgical": Method(
-        adapt_surgical,
+        configure_surgical,
         "all weights of the layers that matter most",
         5e-5,
-        frozenset({"top_k", "layers", "stack", *_RANKING}),
+        frozenset({"top_k", "layers", "stack", "dequantize", *_RANKING}),
         ranks=lambda options: options["layers"] is None,
         check=check_layers,
     ),
     "last": Method(
-        adapt_last, "all weights of the last layers", 5e-5, frozenset({"top_k", "stack"}), check=check_layers
+        configure_last,
+        "all weights of the last layers",
+        5e-5,
+        frozenset({"top_k", "stack", "dequantize"}),
+        check=check_layers,
     ),
     # Arora and Wang (2024), section 5
-    "full": Method(lambda model, *rest: model, "all weights", 2e-5),
-    "head": Method(adapt_head, "the task's head alone", 1e-3),
+    "full": Method(lambda *given: None, "all weights", 2e-5),
+    "head": Method(configure_head, "the task's head alone", 1e-3),
     # learning rate: Arora and Wang (2024), appendix A.2
     "spafit": Method(
-        adapt_spafit,
+        configure_spafit,
         "lower layers frozen, bias terms in the middle, LoRA above",
         6e-5,
         frozenset({"preset", "n1", "n2", "group_2", "target_modules", "ranking", *_LORA}),
@@ -248,6 +261,6 @@ METHODS: dict[str, Method] = {
         check=check_spafit,
     ),
     # Hu et al. (2022), table 9
-    "lora": Method(adapt_lora, "LoRA", 4e-4, frozenset(_LORA)),
+    "lora": Method(configure_lora, "LoRA", 4e-4, frozenset(_LORA)),
 }
-"""All methods by name. To add one: a function that makes a model ready, and a line here."""
+"""All methods by name. To add one: a function that makes PEFT's config, and a line here."""

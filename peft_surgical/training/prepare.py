@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import codecs
+import dataclasses
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +23,9 @@ from peft_surgical.methods.heads import head_names
 from peft_surgical.ranking.rank import LayerRanking, rank_layers
 from peft_surgical.ranking.scores import AGGREGATIONS, find_score
 from peft_surgical.training.data import Parts, Task, read_splits, split_rows
-from peft_surgical.training.job import TrainingJob, flag
+from peft_surgical.training.job import CAUSAL_LM, TrainingJob
 from peft_surgical.training.methods import METHODS
+from peft_surgical.training.options import flag
 from peft_surgical.training.tasks import encode, make_task
 
 
@@ -33,11 +36,11 @@ class Prepared:
     Args:
         task: The task.
         parts: Its rows by use, as text.
-        train: The training rows as token ids.
+        train: The training rows as token ids; for a language model as TRL takes them.
         tokenizer: The base's tokenizer.
         model: The base model with a head for the task, on the device that it will run on.
-        head: The modules of the model that belong to the task.
-        collator: Pads rows into a batch.
+        head: The modules of the model that belong to the task, if any.
+        collator: Pads rows into a batch; for a language model TRL does.
     """
 
     task: Task
@@ -45,8 +48,8 @@ class Prepared:
     train: Dataset
     tokenizer: Any
     model: nn.Module
-    head: list[str]
-    collator: DataCollatorWithPadding
+    head: list[str] | None = None
+    collator: DataCollatorWithPadding | None = None
 
 
 def prepare(job: TrainingJob) -> Prepared:
@@ -63,13 +66,27 @@ def prepare(job: TrainingJob) -> Prepared:
             label_column=job.label_column,
             kind=job.task,
         )
-        job.metric_for(task.kind)
+        job.check_kind(task.kind)
         parts = split_by_use(task, job)
+    if task.kind == CAUSAL_LM:
+        require_trl()
+        return _prepare_language(job, task, parts)
+    require_metrics()
     tokenizer = load_tokenizer(job.model)
     model, head = load_classifier(job.model, task.labels, tokenizer, seed=job.seed, dtype=job.dtype)
     train = encode(parts.train, tokenizer, max_length(job, tokenizer, model))
     model.to(this_process().device)
     return Prepared(task, parts, train, tokenizer, model, head, DataCollatorWithPadding(tokenizer))
+
+
+def _prepare_language(job: TrainingJob, task: Task, parts: Parts) -> Prepared:
+    from peft_surgical.training import language
+
+    tokenizer = language.load_language_tokenizer(job, task)
+    used = {name: getattr(parts, name) for name in ("train", "selection", "evaluation")}
+    used = {name: rows and language.rows_for(tokenizer, task, rows) for name, rows in used.items()}
+    parts = dataclasses.replace(parts, **used)
+    return Prepared(task, parts, parts.train, tokenizer, language.load_language_model(job))
 
 
 def _check_options(job: TrainingJob) -> None:
@@ -81,6 +98,8 @@ def _check_options(job: TrainingJob) -> None:
             raise ValueError(f"{flag(name)} {getattr(job, name)}: allowed are {', '.join(allowed)}.")
     if job.ranking is not None:
         LayerRanking.load(job.ranking)
+    if job.chat_template is not None and not Path(job.chat_template).is_file():
+        raise ValueError(f"--chat-template {job.chat_template}: there is no such file.")
     if job.report_to not in (None, "all", "none", *(installed := get_available_reporting_integrations())):
         raise ValueError(f"--report-to {job.report_to}: installed are {', '.join(installed) or 'none'}.")
     try:
@@ -91,29 +110,55 @@ def _check_options(job: TrainingJob) -> None:
         raise ValueError("--fp16 needs a GPU. Drop it, or use --bf16.")
 
 
+def require_metrics() -> None:
+    """Make sure that the metrics can be computed, before anything takes time.
+
+    Raises:
+        ImportError: scikit-learn is not installed.
+    """
+    if find_spec("sklearn") is None:
+        raise ImportError("The metrics are scikit-learn's, which is not installed: pip install scikit-learn")
+
+
+def require_trl() -> None:
+    """Make sure that language models can be trained, before anything takes time.
+
+    Raises:
+        ImportError: TRL is not installed.
+    """
+    if find_spec("trl") is None:
+        raise ImportError('Language models are trained with TRL, which is not installed: pip install "trl>=1.16"')
+
+
 def split_by_use(task: Task, job: TrainingJob) -> Parts:
     """Split the rows of a task as a job says."""
     names = ("eval_split", "select_on", "held_out", "max_train_samples", "seed")
     return split_rows(task, **{name: getattr(job, name) for name in names})
 
 
-def max_length(job: TrainingJob, tokenizer: Any, model: nn.Module) -> int:
+def max_length(job: TrainingJob, tokenizer: Any, model: nn.Module, default: int = 256) -> int:
     """The most tokens that a row may have: what the job says, but no more than the model has positions for."""
+    asked = job.max_length or default
     positions = getattr(model.config, "max_position_embeddings", None) or 0
-    return min(job.max_length, tokenizer.model_max_length, positions if positions > 0 else job.max_length)
+    return min(asked, tokenizer.model_max_length, positions if positions > 0 else asked)
 
 
 def rank(prepared: Prepared, job: TrainingJob, *, progress: bool = True) -> LayerRanking:
     """Rank the layers of a job's model on its training rows; the ranking is the same on all processes."""
+    train, collator = prepared.train, prepared.collator
+    if prepared.task.kind == CAUSAL_LM:
+        from peft_surgical.training.language import encode_language
+
+        train, collator = encode_language(job, prepared.model, prepared.tokenizer, train)
     return rank_layers(
         prepared.model,
-        prepared.train,
+        train,
         num_samples=job.samples,
         score=job.score,
         labels=job.fisher_labels,
         aggregation=job.aggregation,
         batch_size=job.batch_size,
-        data_collator=prepared.collator,
+        data_collator=collator,
         head_seeds=job.head_seeds,
         seed=job.seed,
         stack=job.stack,

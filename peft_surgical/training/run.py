@@ -10,7 +10,7 @@ from typing import Any
 
 from datasets import Dataset
 from torch import nn
-from transformers import ProgressCallback, TrainerCallback, TrainingArguments
+from transformers import ProgressCallback, Trainer, TrainerCallback, set_seed
 
 from peft_surgical.distributed import this_process
 from peft_surgical.layers import find_stacks
@@ -20,7 +20,6 @@ from peft_surgical.training.card import (
     METRICS_FILE,
     RANKING_FILE,
     check_folder,
-    make_results,
     newest_checkpoint,
     write_json,
     write_model_card,
@@ -29,12 +28,12 @@ from peft_surgical.training.evaluation import (
     majority,
     make_trainer,
     precision_restored,
-    require_metrics,
     shared_arguments,
 )
-from peft_surgical.training.job import TrainingJob
-from peft_surgical.training.methods import METHODS
+from peft_surgical.training.job import CAUSAL_LM, TrainingJob
+from peft_surgical.training.methods import METHODS, adapt
 from peft_surgical.training.prepare import max_length, prepare, rank
+from peft_surgical.training.results import make_results
 from peft_surgical.training.tasks import encode
 
 
@@ -95,9 +94,9 @@ class TrainingRun:
         self.folder = Path(job.output)
         self.callbacks = callbacks
         self.resume = resume
-        require_metrics()
         check_folder(job, resume=resume, overwrite=overwrite)
         self.prepared = prepare(job)
+        self.is_language = self.prepared.task.kind == CAUSAL_LM
         self.metric = job.metric_for(self.prepared.task.kind)
         METHODS[job.method].check(job.method_options, self.prepared.model)
         self.total_parameters = sum(p.numel() for p in self.prepared.model.parameters())
@@ -138,21 +137,22 @@ class TrainingRun:
     def fit(self) -> None:
         """Train, with a checkpoint after each epoch, and end with the best one."""
         started = time.perf_counter()
-        prepared = self.prepared
-        adapt = METHODS[self.job.method].adapt
-        self.model = adapt(prepared.model, self.job.method_options, self.ranking, prepared.head)
+        prepared, task_type = self.prepared, "CAUSAL_LM" if self.is_language else "SEQ_CLS"
+        if self.is_language:
+            set_seed(self.job.seed)  # as TRL does before it makes an adapter
+        self.model = adapt(
+            self.job.method,
+            prepared.model,
+            self.job.method_options,
+            self.ranking,
+            task_type=task_type,
+            head=prepared.head,
+        )
         self.tuned_layers = tuned_layers(self.model)
         # before the weights are sharded
         self.trained_parameters = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
         metric = self.metric if prepared.parts.selection else None
-        self.trainer = make_trainer(
-            self.model,
-            training_arguments(self.job, self.model, len(prepared.train), metric),
-            prepared.collator,
-            train_dataset=prepared.train,
-            eval_dataset=self._encode(prepared.parts.selection),
-            callbacks=[*self.callbacks],
-        )
+        self.trainer = self._make_trainer(metric)
         checkpoint = newest_checkpoint(self.folder / CHECKPOINTS) if self.resume else None
         self.trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
         self.seconds["train"] = time.perf_counter() - started
@@ -167,6 +167,7 @@ class TrainingRun:
         evaluation = self._encode(self.prepared.parts.evaluation)
         measured = self.trainer.evaluate(evaluation, metric_key_prefix="final")
         self.seconds["evaluate"] = time.perf_counter() - started
+        beside = self._measure_beside() if self.is_language else {}
         self.trainer.save_model(str(self.folder))
         results = make_results(
             self.job,
@@ -179,6 +180,7 @@ class TrainingRun:
             layers=self.tuned_layers,
             parameters={"total": self.total_parameters, "trained": self.trained_parameters},
             seconds={name: round(value, 2) for name, value in self.seconds.items()},
+            **beside,
         )
         if self.trainer.is_world_process_zero():
             if self.job.method == "full":
@@ -191,9 +193,33 @@ class TrainingRun:
         this_process().wait_for_everyone()
         return results
 
+    def _make_trainer(self, metric: str | None) -> Trainer:
+        prepared = self.prepared
+        arguments = training_arguments(self.job, self.model, metric)
+        options = {"eval_dataset": self._encode(prepared.parts.selection), "callbacks": [*self.callbacks]}
+        if self.is_language:
+            from peft_surgical.training.language import make_language_trainer
+
+            trainer: Any = make_language_trainer(
+                self.job, self.model, prepared.tokenizer, arguments, prepared.train, **options
+            )
+        else:
+            trainer = make_trainer(self.model, arguments, prepared.collator, train_dataset=prepared.train, **options)
+        trainer.args.warmup_steps = _warmup_steps(self.job, len(trainer.train_dataset))
+        return trainer
+
+    def _measure_beside(self) -> dict[str, Any]:
+        from peft_surgical.training.language import measure_beside
+
+        prepared = self.prepared
+        rows, form = prepared.parts.evaluation, prepared.task.form
+        return measure_beside(self.trainer, self.model, prepared.tokenizer, rows, form)
+
     def _encode(self, rows: Dataset | None) -> Dataset | None:
+        if rows is None or self.is_language:  # TRL does it
+            return rows
         length = max_length(self.job, self.prepared.tokenizer, self.prepared.model)
-        return None if rows is None else encode(rows, self.prepared.tokenizer, length)
+        return encode(rows, self.prepared.tokenizer, length)
 
 
 def train(job: TrainingJob, *, resume: bool = False, overwrite: bool = False) -> dict[str, Any]:
@@ -216,7 +242,7 @@ def train(job: TrainingJob, *, resume: bool = False, overwrite: bool = False) ->
     return run.finish()
 
 
-def training_arguments(job: TrainingJob, model: nn.Module, samples: int, metric: str | None) -> TrainingArguments:
+def training_arguments(job: TrainingJob, model: nn.Module, metric: str | None) -> dict[str, Any]:
     """The arguments of the Trainer that trains `model`; without a metric the last checkpoint is taken."""
     more = shared_arguments(job)
     if metric is not None:
@@ -224,7 +250,7 @@ def training_arguments(job: TrainingJob, model: nn.Module, samples: int, metric:
             "eval_strategy": "epoch",
             "load_best_model_at_end": True,
             "metric_for_best_model": f"eval_{metric}",
-            "greater_is_better": metric != "loss",
+            "greater_is_better": metric not in ("loss", "perplexity"),
         }
     if job.method != "full":
         # all that is trained takes part in each step, but for experts that get no token
@@ -233,20 +259,19 @@ def training_arguments(job: TrainingJob, model: nn.Module, samples: int, metric:
     if job.gradient_checkpointing:
         # not re-entrant: that would need gradients at the bottom of the model, below all layers that are tuned
         more |= {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
-    return TrainingArguments(
-        output_dir=str(Path(job.output) / CHECKPOINTS),
-        num_train_epochs=job.epochs,
-        max_steps=job.max_steps,
-        gradient_accumulation_steps=job.gradient_accumulation,
-        learning_rate=job.peak_learning_rate,
-        weight_decay=job.weight_decay,
-        warmup_steps=_warmup_steps(job, samples),
-        max_grad_norm=job.max_grad_norm,
-        save_strategy="epoch",
-        save_total_limit=1,
-        logging_strategy="epoch",
+    return {
+        "output_dir": str(Path(job.output) / CHECKPOINTS),
+        "num_train_epochs": job.epochs,
+        "max_steps": job.max_steps,
+        "gradient_accumulation_steps": job.gradient_accumulation,
+        "learning_rate": job.peak_learning_rate,
+        "weight_decay": job.weight_decay,
+        "max_grad_norm": job.max_grad_norm,
+        "save_strategy": "epoch",
+        "save_total_limit": 1,
+        "logging_strategy": "epoch",
         **more,
-    )
+    }
 
 
 def _warmup_steps(job: TrainingJob, samples: int) -> int:

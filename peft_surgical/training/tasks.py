@@ -10,6 +10,8 @@ from typing import Any
 from datasets import ClassLabel, Dataset, Features, Value
 
 from peft_surgical.training.data import Task, find_split
+from peft_surgical.training.formats import SUPPORTED, is_for_language_model, is_text, make_language_task
+from peft_surgical.training.job import CAUSAL_LM
 
 
 logger = logging.getLogger(__name__)
@@ -37,7 +39,7 @@ def make_task(
     kind: str | None = None,
     labels: Sequence[str] = (),
 ) -> Task:
-    """Find out what the columns of labelled text mean, and bring all splits into one form.
+    """Find out what the columns mean, and bring all splits into one form.
 
     Args:
         splits: The raw data sets by split name, all with the same columns (test splits may lack labels).
@@ -46,7 +48,8 @@ def make_task(
             of strings.
         label_column: The column with labels. Found if not given: `label`, `labels`, `target` or `class`, else the
             only column that `datasets` knows to be a label.
-        kind: `"classification"` or `"regression"`. Found from the type of the labels if not given.
+        kind: `"classification"`, `"regression"` or `"causal-lm"`. Found from the columns and the type of the labels
+            if not given.
         labels: Names of the classes in the order of the ids that a model was trained with. Found if not given.
 
     Returns:
@@ -64,6 +67,10 @@ def make_task(
         ('classification', ('+', '-'), [0, 1, 0])
     """
     reference = splits[find_split(splits, "train") or next(iter(splits))]
+    if kind is None and label_column is None and is_for_language_model(reference, LABELS):
+        kind = CAUSAL_LM
+    if kind == CAUSAL_LM:
+        return make_language_task(splits, text_columns)
     label = _find_label_column(reference, label_column)
     texts, unused = _find_text_columns(reference, text_columns, label)
     _check_types(reference, texts, label)
@@ -95,12 +102,15 @@ def _find_label_column(data: Dataset, named: str | None) -> str:
         return _existing(data, named, "--label-column")
     found = [c for c in LABELS if c in columns] or [c for c, f in data.features.items() if isinstance(f, ClassLabel)]
     if not found:
-        raise ValueError(f"No column is called {' or '.join(LABELS)}. Name one of {columns} with --label-column.")
+        raise ValueError(
+            f"No column is called {' or '.join(LABELS)}. Name one of {columns} with --label-column; or, to "
+            f"train a language model on {SUPPORTED}, say --task {CAUSAL_LM}."
+        )
     return found[0]
 
 
 def _find_text_columns(data: Dataset, named: Sequence[str], label: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    strings = [c for c, f in data.features.items() if c != label and _is_text(f)]
+    strings = [c for c, f in data.features.items() if c != label and is_text(f)]
     if named:
         if len(named) > 2:
             raise ValueError(f"text_columns={[*named]} are more than two; a task has one text or two.")
@@ -124,13 +134,9 @@ def _existing(data: Dataset, column: str, option: str) -> str:
     return column
 
 
-def _is_text(feature: Any) -> bool:
-    return isinstance(feature, Value) and feature.dtype in ("string", "large_string")
-
-
 def _check_types(data: Dataset, texts: Sequence[str], label: str) -> None:
     for column in texts:
-        if not _is_text(data.features[column]):
+        if not is_text(data.features[column]):
             raise ValueError(f"--text-column {column}: it holds {data.features[column]}, not text.")
     feature = data.features[label]
     if not isinstance(feature, (ClassLabel, Value)) or feature.dtype.startswith(("binary", "date", "time")):
@@ -160,7 +166,7 @@ def _guess_kind(data: Dataset, label: str) -> str:
     once = sum(count == 1 for count in counts.values())
     are_many = len(counts) > FEW_CLASSES and once > len(counts) / 2
     what = f"Column {label!r} holds {len(counts)} different values in {len(data)} rows, {once} of which occur once"
-    if _is_text(feature) or feature.dtype == "bool":
+    if is_text(feature) or feature.dtype == "bool":
         if are_many:
             raise ValueError(
                 f"{what}, such as {next(iter(counts))[:50]!r}: no classes that could be learned. Name the column with "

@@ -1,0 +1,62 @@
+"""`peft-surgical predict`: ask what was trained."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from peft_surgical.cli.common import WRITERS, show_table
+from peft_surgical.training.options import check_writable
+
+
+def predict(
+    console: Console,
+    folder: Annotated[Path, typer.Argument(help="The folder that `peft-surgical train` wrote.")],
+    text: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--text", "--prompt", help="What to ask: a text to label, or a prompt; may be repeated. Of two texts both."
+        ),
+    ] = None,
+    data: Annotated[str | None, typer.Option(help="Read the texts or prompts from here, as in train.")] = None,
+    split: Annotated[str | None, typer.Option(help="The split of the data. Default: test, else the first.")] = None,
+    model: Annotated[str | None, typer.Option(help="The base model, if it lies elsewhere now.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="The most tokens that a language model says.")] = 256,
+    temperature: Annotated[
+        float, typer.Option(min=0.0, help="How much chance is in what it says; 0: the likeliest token each time.")
+    ] = 0.0,
+    seed: Annotated[int, typer.Option(help="Seed of that chance.")] = 0,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Save the answers here (.csv, .jsonl, .parquet).")
+    ] = None,
+) -> None:
+    """Ask a trained model: labels with their probabilities, amounts, or a language model's answers."""
+    from peft_surgical.distributed import this_process
+    from peft_surgical.training.prediction import predict
+
+    if output is not None:
+        check_writable("--output", output, WRITERS)
+    rows: list[dict[str, Any]] = []
+    for row in predict(
+        folder,
+        text or (),
+        data=data,
+        split=split,
+        model=model,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        seed=seed,
+    ):
+        rows.append(row)
+        show_table(
+            console, [(name, f"{value:.4f}" if isinstance(value, float) else value) for name, value in row.items()]
+        )
+        console.print()
+    if output is not None and this_process().is_main_process:
+        from datasets import Dataset
+
+        getattr(Dataset.from_list(rows), WRITERS[output.suffix])(str(output))
+        console.print(f"Saved {output}")

@@ -1,0 +1,260 @@
+"""Language models: loaded, trained and measured with TRL's `SFTTrainer`, and asked."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from datasets import Dataset
+from jinja2 import TemplateError
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PrinterCallback, set_seed
+from trl import SFTConfig, SFTTrainer
+
+from peft_surgical.distributed import shard_by_layer, this_process
+from peft_surgical.training.data import Task
+from peft_surgical.training.evaluation import Evaluation, JointCheckpoints
+from peft_surgical.training.formats import as_plain_text, instruction_chat, split_prompt
+from peft_surgical.training.job import TrainingJob
+from peft_surgical.training.prepare import load_tokenizer, max_length
+
+
+logger = logging.getLogger(__name__)
+
+SAMPLE_ANSWERS = 3
+
+
+def load_language_model(job: TrainingJob, folder: str | Path | None = None) -> Any:
+    """Load the base of a job; with a folder, what the job trained, ready to answer.
+
+    Raises:
+        ValueError: There is no such model.
+    """
+    is_adapter = folder is not None and (Path(folder) / "adapter_config.json").exists()
+    source = job.model if folder is None or is_adapter else str(folder)
+    dtype = job.dtype if job.dtype == "auto" else getattr(torch, job.dtype)
+    more: dict[str, Any] = {}
+    if job.load_in_4bit:
+        compute = torch.bfloat16 if job.bf16 or job.dtype == "auto" else dtype
+        more["quantization_config"] = BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=compute,
+        )
+        more["device_map"] = {"": this_process().device}
+    set_seed(job.seed)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **more)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--model {source}: no language model could be loaded from there: {error}") from error
+    module: Any
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False  # bitsandbytes 0.50 loses the order of scales when it saves
+    if not getattr(model, "is_quantized", False):
+        model.to(this_process().device)
+    return model if folder is None else (PeftModel.from_pretrained(model, folder) if is_adapter else model).eval()
+
+
+def load_language_tokenizer(job: TrainingJob, task: Task) -> Any:
+    """The tokenizer of a job, with the chat template that the job names.
+
+    Raises:
+        ValueError: There is no such tokenizer, or it has no chat template and the rows are chats.
+    """
+    tokenizer = load_tokenizer(job.model)
+    if job.chat_template is not None:
+        tokenizer.chat_template = Path(job.chat_template).read_text(encoding="utf-8")
+    if task.form == "chat" and tokenizer.chat_template is None:
+        raise ValueError(
+            f"--model {job.model}: its tokenizer has no chat template, and the rows are chats. Choose a model made "
+            "for chats, or give a template with --chat-template FILE."
+        )
+    if job.assistant_only_loss and (task.form == "text" or tokenizer.chat_template is None):
+        raise ValueError(
+            "--assistant-only-loss needs chats. Of `prompt` and `completion` the completion alone is learnt anyway."
+        )
+    return tokenizer
+
+
+class LanguageTrainer(JointCheckpoints, SFTTrainer):
+    """TRL's trainer, which counts each token once where it measures: a loss over rows depends on how they are batched.
+
+    A batch of evaluation is one row.
+    """
+
+    def prediction_step(
+        self, model: Any, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
+    ) -> tuple[None, torch.Tensor, torch.Tensor]:
+        loss: Any = super().prediction_step(model, inputs, True, ignore_keys)[0]
+        tokens = (inputs["labels"][:, 1:] != -100).sum().to(loss.device)
+        return None, (loss * tokens).float().reshape(1), tokens.reshape(1)
+
+
+def make_language_trainer(
+    job: TrainingJob, model: Any, tokenizer: Any, arguments: Mapping[str, Any], rows: Dataset, **options: Any
+) -> Any:
+    """TRL's trainer for the rows of a task, which it turns into tokens; `options` go to it.
+
+    Raises:
+        ValueError: The chat template does not take a row.
+    """
+    length = max_length(job, tokenizer, model, default=1024)
+    config = {
+        "gradient_checkpointing": False,  # TRL's default is another
+        "packing": job.packing,
+        "eval_packing": False,
+        "assistant_only_loss": job.assistant_only_loss,
+        "max_length": length,
+        **arguments,
+        "per_device_eval_batch_size": 1,
+    }
+    given = {parameter: parameter.data for parameter in model.parameters() if parameter.requires_grad}
+    try:
+        trainer: Any = LanguageTrainer(
+            model=model,
+            args=SFTConfig(**config),
+            processing_class=tokenizer,
+            train_dataset=rows,
+            compute_metrics=lambda p: compute_perplexity(np.asarray(p.predictions), np.asarray(p.label_ids)),
+            **options,
+        )
+    except TemplateError as error:
+        raise ValueError(f"The chat template does not take a row of the data: {error}") from error
+    for parameter, values in given.items():
+        parameter.data = values  # on a quantised base TRL rounds to bfloat16, where small steps on weights are lost
+    trainer.remove_callback(PrinterCallback)
+    shard_by_layer(trainer.accelerator, model)
+    _tell_what_is_cut(rows, trainer.train_dataset, length, packed=config["packing"])
+    return trainer
+
+
+def encode_language(job: TrainingJob, model: Any, tokenizer: Any, rows: Dataset) -> tuple[Dataset, Any]:
+    """The rows as tokens with labels, each by itself, as they are trained on; and what pads them into a batch."""
+    arguments = {"output_dir": job.output, "report_to": [], "bf16": False, "packing": False, "disable_tqdm": True}
+    arguments |= {"use_cpu": this_process().device.type == "cpu"}
+    trainer = make_language_trainer(job, model, tokenizer, arguments, rows)
+    vars(model).pop("forward", None)  # TRL's own, with a fused head
+    return trainer.train_dataset.select_columns(["input_ids", "labels"]), trainer.data_collator
+
+
+def evaluate_language(
+    folder: str | Path, job: TrainingJob, task: Task, rows: Dataset, name: str, arguments: Mapping[str, Any]
+) -> Evaluation:
+    """Measure what a job trained on rows of a task; see `evaluate`."""
+    tokenizer = load_tokenizer(str(folder))
+    model = load_language_model(job, folder)
+    rows = rows_for(tokenizer, task, rows)
+    numbered = rows.add_column("row", [*range(len(rows))])
+    trainer = make_language_trainer(job, model, tokenizer, {**arguments, "packing": False}, numbered)
+    measured = rows.select(trainer.train_dataset["row"][:])  # those with something to learn within the length
+    result = trainer.predict(trainer.train_dataset)
+    outputs = np.stack([np.asarray(result.predictions), result.label_ids], axis=-1).astype(np.float64)
+    return Evaluation(name, compute_perplexity(outputs[:, 0], outputs[:, 1]), measured, (), outputs)
+
+
+def compute_perplexity(losses: np.ndarray, tokens: np.ndarray) -> dict[str, float]:
+    """The mean loss over all tokens, and the perplexity, which is its exponential.
+
+    Args:
+        losses: The sum of -log p over each row's tokens (N,), in nats.
+        tokens: How many tokens each row has that count (N,).
+
+    Raises:
+        ValueError: A loss is not finite.
+
+    Example:
+
+        >>> compute_perplexity(np.log([4.0, 1.0]), np.array([1, 1]))
+        {'loss': 0.6931471805599453, 'perplexity': 2.0}
+    """
+    if not np.isfinite(losses).all():
+        raise ValueError("The model's losses are not finite numbers: training diverged. Lower --learning-rate.")
+    loss = float(losses.sum(dtype=np.float64) / tokens.sum())
+    return {"loss": loss, "perplexity": float(np.exp(loss))}
+
+
+@torch.inference_mode()
+def answer(
+    model: Any, tokenizer: Any, prompt: Any, form: str, *, max_new_tokens: int = 64, temperature: float = 0.0
+) -> str:
+    """What a model says to a prompt.
+
+    Args:
+        model: The model.
+        tokenizer: Its tokenizer.
+        prompt: A text, or the messages of a chat so far.
+        form: How the model was trained: `"chat"`, `"instruction"` or `"text"`. A text becomes the user's message.
+        max_new_tokens: The most tokens to say.
+        temperature: How much chance there is in it; 0: the likeliest token each time.
+    """
+    has_template = tokenizer.chat_template is not None
+    if isinstance(prompt, str) and (form == "chat" or (form == "instruction" and has_template)):
+        prompt = instruction_chat(prompt)
+    if isinstance(prompt, str):
+        text = f"{prompt}\n\n" if form == "instruction" and not prompt.endswith("\n\n") else prompt
+        inputs = tokenizer(text, return_tensors="pt", return_token_type_ids=False)
+        if inputs["input_ids"].shape[1] > 1 and inputs["input_ids"][0, -1] == tokenizer.eos_token_id:
+            inputs = {name: values[:, :-1] for name, values in inputs.items()}  # a text that goes on
+    else:
+        inputs = tokenizer.apply_chat_template(
+            prompt, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+    inputs = {name: values.to(model.device) for name, values in inputs.items() if name != "token_type_ids"}
+    ends = model.generation_config.eos_token_id
+    ends = {*(ends if isinstance(ends, list) else [ends]), tokenizer.eos_token_id} - {None}
+    chance: dict[str, Any] = {"do_sample": temperature > 0, "temperature": temperature or None}
+    if temperature == 0:
+        chance |= {"top_p": None, "top_k": None}  # of the model's own settings, which have no meaning then
+    said = model.generate(
+        **inputs,
+        max_new_tokens=max_new_tokens,
+        eos_token_id=sorted(ends) or None,
+        pad_token_id=tokenizer.pad_token_id,
+        **chance,
+    )
+    return tokenizer.decode(said[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+
+
+def measure_beside(trainer: Any, model: Any, tokenizer: Any, rows: Dataset, form: str) -> dict[str, Any]:
+    """What the base by itself reaches on the rows, if it is still there, and answers to the first of them."""
+    found: dict[str, Any] = {}
+    if isinstance(model, PeftModel):
+        with model.disable_adapter():
+            base = trainer.evaluate(rows, metric_key_prefix="base")
+        found["base"] = {name: base[f"base_{name}"] for name in ("loss", "perplexity")}
+    if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
+        return found  # the weights are in parts
+    model.eval()
+    asked = [split_prompt(row) for row in rows.select(range(min(SAMPLE_ANSWERS, len(rows))))]
+    found["answers"] = [
+        {
+            "prompt": prompt if isinstance(prompt, str) else prompt[-1]["content"],
+            "answer": answer(model, tokenizer, prompt, form),
+            "reference": reference or "",
+        }
+        for prompt, reference in asked
+        if prompt
+    ]
+    return found
+
+
+def rows_for(tokenizer: Any, task: Task, rows: Dataset) -> Dataset:
+    """The rows of a task as the tokenizer takes them: without a chat template instructions are plain text."""
+    return as_plain_text(rows) if task.form == "instruction" and tokenizer.chat_template is None else rows
+
+
+def _tell_what_is_cut(rows: Dataset, encoded: Dataset, length: int, *, packed: bool) -> None:
+    if packed:
+        lengths = [number for row in encoded["seq_lengths"] for number in row]
+    else:
+        lengths = [len(row) for row in encoded["input_ids"]]
+        if lost := len(rows) - len(encoded):
+            logger.warning("%d of %d rows have nothing to learn within %d tokens: left out.", lost, len(rows), length)
+    if long := sum(number >= length for number in lengths):
+        logger.warning("%d of %d rows fill --max-length %d; what is longer is cut.", long, len(rows), length)

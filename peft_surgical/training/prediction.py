@@ -1,0 +1,134 @@
+"""What a trained model says to texts that nothing is known about: the job of `predict`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+
+from peft_surgical.training.data import find_split, read_splits
+from peft_surgical.training.evaluation import read_run
+from peft_surgical.training.formats import find_format, instruction_chat, split_prompt
+from peft_surgical.training.job import CAUSAL_LM, TrainingJob
+from peft_surgical.training.prepare import load_tokenizer, load_trained, max_length, require_trl
+
+
+def predict(
+    folder: str | Path,
+    texts: Sequence[str] = (),
+    *,
+    data: str | None = None,
+    split: str | None = None,
+    model: str | None = None,
+    max_new_tokens: int = 256,
+    temperature: float = 0.0,
+    seed: int = 0,
+) -> Iterator[dict[str, Any]]:
+    """Ask what `peft-surgical train` saved. Each answer is the same as if it was asked for alone.
+
+    Args:
+        folder: The folder that training wrote.
+        texts: Texts to label, two at a time for a task with two texts; or prompts for a language model, which are put
+            as the rows of the training were: in a chat as the user's message.
+        data: Data to read texts from in place of `texts`, in the columns of the training. Of a chat the last answer
+            is asked for anew.
+        split: The split of the data; the test split, else the first one, if not given.
+        model: The base model, if it lies elsewhere now.
+        max_new_tokens: The most tokens that a language model says.
+        temperature: How much chance there is in what it says; 0: the likeliest token each time.
+        seed: Seed of that chance.
+
+    Returns:
+        One row after the other: the texts and the `prediction`; for classes also the probability of each, under
+        `probability of NAME`; for language models `prompt` and `answer`.
+
+    Raises:
+        ValueError: The folder is not that of a finished run, or there is nothing to ask.
+    """
+    job, task = read_run(folder)
+    job = dataclasses.replace(job, model=model or job.model, seed=seed)
+    if bool(texts) == (data is not None):
+        raise ValueError("Give either --text or --data: what the model is asked.")
+    if task["kind"] == CAUSAL_LM:
+        require_trl()
+        prompts = [*texts] if data is None else _read_prompts(job, task, data, split)
+        return _answer(folder, job, task, prompts, max_new_tokens, temperature)
+    columns = task["text_columns"]
+    if data is not None:
+        rows = _read_rows(job, data, split, columns)
+        texts = [row[column] or "" for row in rows for column in columns]
+    if len(texts) % len(columns):
+        raise ValueError(
+            f"The model was trained on the two texts {columns}: give --text twice for each pair. It is there "
+            f"{len(texts)} times."
+        )
+    pairs = [tuple(texts[i : i + len(columns)]) for i in range(0, len(texts), len(columns))]
+    return _label(folder, job, task, pairs)
+
+
+@torch.inference_mode()
+def _label(
+    folder: str | Path, job: TrainingJob, task: dict[str, Any], rows: Sequence[tuple[str, ...]]
+) -> Iterator[dict[str, Any]]:
+    labels = task["labels"]
+    tokenizer = load_tokenizer(job.model)
+    model = load_trained(str(folder), job.model, labels, tokenizer, dtype=job.dtype)
+    length = max_length(job, tokenizer, model)
+    for row in rows:
+        inputs = tokenizer(*row, truncation=True, max_length=length, return_tensors="pt")
+        out = model(**inputs).logits[0].float()
+        said = dict(zip(task["text_columns"], row, strict=True))
+        if labels:
+            odds = dict(zip(labels, out.softmax(-1).tolist(), strict=True))
+            more = {f"probability of {name}": value for name, value in odds.items()}
+            yield {**said, "prediction": max(odds, key=odds.__getitem__), **more}
+        else:
+            yield {**said, "prediction": out.item()}
+
+
+def _answer(
+    folder: str | Path,
+    job: TrainingJob,
+    task: dict[str, Any],
+    prompts: Sequence[Any],
+    max_new_tokens: int,
+    temperature: float,
+) -> Iterator[dict[str, Any]]:
+    from peft_surgical.training.language import answer, load_language_model
+
+    tokenizer = load_tokenizer(str(folder))
+    model = load_language_model(job, folder)
+    for prompt in prompts:
+        said = answer(model, tokenizer, prompt, task["form"], max_new_tokens=max_new_tokens, temperature=temperature)
+        yield {"prompt": prompt if isinstance(prompt, str) else prompt[-1]["content"], "answer": said}
+
+
+def _read_rows(job: TrainingJob, data: str, split: str | None, columns: Sequence[str]) -> Dataset:
+    splits = read_splits(data, encoding=job.encoding)
+    name = split or find_split(splits, "test") or next(iter(splits))
+    if name not in splits:
+        raise ValueError(f"--split {name}: the splits are {[*splits]}.")
+    missing = [column for column in columns if column not in splits[name].column_names]
+    if missing:
+        raise ValueError(
+            f"--data {data}: there is no column {missing[0]!r}, which the model was trained on; the columns are "
+            f"{splits[name].column_names}."
+        )
+    return splits[name]
+
+
+def _read_prompts(job: TrainingJob, task: dict[str, Any], data: str, split: str | None) -> list[Any]:
+    columns = task["text_columns"]
+    first = columns[0]
+    rows = _read_rows(job, data, split, [first])
+    if find_format(columns) == ("messages",):
+        return [split_prompt({"messages": chat})[0] for chat in rows[first]]
+    if task["form"] == "instruction":
+        more = rows["input"][:] if "input" in rows.column_names else [None] * len(rows)
+        pairs = zip(rows[first][:], more, strict=True)
+        return [instruction_chat(*pair)[0]["content"] for pair in pairs]
+    return rows[first][:]
