@@ -146,7 +146,7 @@ def check_spafit(options: Options, model: nn.Module | None) -> None:
     else:
         config = spafit_config(options, None, {})
         if model is not None:
-            choose(resolve_strata(model, config), lambda path: False)
+            choose(resolve_strata(model, config), config)
 
 
 def spafit_config(options: Options, ranking: LayerRanking | None, shared: Shared) -> StratifiedConfig:
