@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -82,6 +83,7 @@ def _run(function: Callable[..., Any], arguments: Sequence[Any], env: Mapping[st
         os.dup2(output, stream)
     sys.stdout = sys.stderr = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
     os.environ.update(env)
+    warnings.resetwarnings()  # to be shown, as in a new interpreter; pytest's are errors
     torch.set_num_threads(1)  # the threads of the parent are not there
     for state in (AcceleratorState, GradientState, PartialState):
         state._shared_state.clear()

@@ -25,6 +25,7 @@ from torch.utils.hooks import RemovableHandle
 from peft_surgical.copies.module import TunedModule
 from peft_surgical.copies.select import token_embeddings
 from peft_surgical.copies.tensors import TunedTensors
+from peft_surgical.distributed import engine_of
 from peft_surgical.layers import find_stacks
 from peft_surgical.methods.report import GradientWatch, is_anything_trained_before
 
@@ -81,6 +82,8 @@ def warn_of_surprises(tuner: Any, frozen_on_purpose: Collection[str] = ()) -> No
             f"Call it before, or model.set_requires_grad({active}) after it.",
             stacklevel=2,
         )
+    if engine_of(tuner.model) == "FSDP1":
+        return  # what it flattens together with a trained head looks trained as well
     own = {id(parameter) for _, parameter in adapter_parameters(tuner.model, list(tuner.peft_config))}
     if loose := [name for name, p in tuner.model.named_parameters() if p.requires_grad and id(p) not in own]:
         warnings.warn(
