@@ -35,6 +35,10 @@ sources: set[str] = set()  # the folders and names on the hub that configs of th
 _FAULTS = (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RuntimeError, ImportError, re.error)
 
 
+class UnusableConfigError(ValueError, TypeError):
+    """A saved config is damaged; a `TypeError` as well, for that is PEFT's where one names no method."""
+
+
 @dataclass
 class DeltaConfig(PeftConfig):
     """Base of `SurgicalConfig` and `StratifiedConfig`; not used by itself.
@@ -81,11 +85,13 @@ class DeltaConfig(PeftConfig):
     ) -> Self:
         is_checked = kwargs.pop("check_base", None)
         try:
-            config = super().from_pretrained(pretrained_model_name_or_path, subfolder=subfolder, **kwargs)
+            config: Any = super().from_pretrained(pretrained_model_name_or_path, subfolder=subfolder, **kwargs)
+            if not hasattr(config, "check_loaded"):
+                return config  # as PEFT does: the file's method counts, whatever class is asked
             config.check_loaded()
         except _FAULTS as error:
             folder = os.path.join(*filter(None, (pretrained_model_name_or_path, subfolder)))
-            raise ValueError(f"The {CONFIG_NAME} in {folder} cannot be used: {error}") from error
+            raise UnusableConfigError(f"The {CONFIG_NAME} in {folder} cannot be used: {error}") from error
         config.check_base = config.check_base if is_checked is None else is_checked
         # so that the weights can be checked before the model is changed
         config._source = (pretrained_model_name_or_path, subfolder, cls._split_kwargs(kwargs)[0])

@@ -175,7 +175,8 @@ class SavedState(BaseTuner):
 
     @classmethod
     def _remap_checked(cls, model: Any, config: Any, adapter_name: str, state_dict: Any) -> dict[str, torch.Tensor]:
-        if isinstance(state_dict, StateOfFile) and config.check_base and engine_of(model) is None:  # those hold parts
+        is_of_file = isinstance(state_dict, StateOfFile)
+        if is_of_file and config.check_base and engine_of(model) is None:  # engines hold parts of a base
             base, touched = base_tensors(unwrap(model)), touched_names(state_dict)
             check_base(state_dict.header.base, unwrap(model), base, touched, config.present_name)
         state_dict = {config.present_name(name): tensor for name, tensor in state_dict.items()}
@@ -186,15 +187,19 @@ class SavedState(BaseTuner):
         # under FSDP1 the modules' paths are not the names of their tensors, and PEFT finds none
         by_saved_name = {cls._remove_adapter_name_from_key(name, adapter_name): name for name in live}
         remapped = {name if name in live else by_saved_name.get(name, name): t for name, t in remapped.items()}
+        # the base's own tensors may be in a file, but are never loaded; only LoRA's bias="all" means them, or a user
+        # who puts a state with them into LoRA alone by hand
+        may_hold_biases = config.peft_type == "STRATIFIED" and not config.is_stratified
+        takes_biases = may_hold_biases and (config.bias != "none" or not is_of_file)
+        biases = {name for name in remapped if takes_biases and name.endswith(".bias")}
+        may_be_saved_along = cls._may_be_saved_along(config, model)
         check_tensors(
             {name: torch.Size(tensor.shape) for name, tensor in remapped.items()},
             cls._wanted_shapes(config, adapter_name, live),
             source=f"The state for adapter {adapter_name!r}",
-            is_known=cls._may_be_saved_along(config, model),
+            is_known=lambda name: name in biases or may_be_saved_along(name),
         )
-        # the base's own tensors may be in a file, but are never loaded; only LoRA's bias="all" means them
-        biases = config.peft_type == "STRATIFIED" and config.bias != "none"
-        others = {n: t for n, t in remapped.items() if n not in live and not (biases and n.endswith(".bias"))}
+        others = {name: tensor for name, tensor in remapped.items() if name not in live and name not in biases}
         check_own(others, model)
         remapped = {name: tensor for name, tensor in remapped.items() if name not in others}
         config.forget_saved_names()

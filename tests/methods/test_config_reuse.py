@@ -8,7 +8,14 @@ import json
 import pytest
 import torch
 from adapters import METHODS, make, make_config, outputs, save
-from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
+from peft import (
+    LoraConfig,
+    PeftConfig,
+    PeftModel,
+    get_peft_model,
+    get_peft_model_state_dict,
+    set_peft_model_state_dict,
+)
 from safetensors import safe_open
 from tiny_models import build
 
@@ -148,3 +155,35 @@ def test_the_same_config_object_is_written_to_by_no_operation(tmp_path):
     model.delete_adapter("default")
     model.merge_and_unload()
     assert plain(config) == before
+
+
+@pytest.mark.parametrize("cls", [SurgicalConfig, StratifiedConfig])
+def test_the_method_of_a_folder_counts_whatever_class_reads_it(cls, tmp_path):
+    """As PEFT's own classes do."""
+    LoraConfig(r=3).save_pretrained(tmp_path)
+    config = cls.from_pretrained(tmp_path)
+    assert type(config) is LoraConfig
+    assert config.r == 3
+    (tmp_path / "adapter_config.json").write_text('{"foo": 1}')
+    for error in (TypeError, ValueError):  # PEFT's kind, and this package's for damaged files
+        with pytest.raises(error, match="missing required keys: {'peft_type'}"):
+            cls.from_pretrained(tmp_path)
+
+
+def test_biases_of_the_base_in_a_state_go_into_lora_alone_by_hand_and_into_nothing_else():
+    """As PEFT's LoRA takes them."""
+    trained = get_peft_model(build("bert"), StratifiedConfig(target_modules=["query"], r=2, bias="lora_only"))
+    biases = {
+        n: torch.full_like(p, 1.23) for n, p in trained.named_parameters() if n.endswith("query.base_layer.bias")
+    }
+    state = get_peft_model_state_dict(trained) | biases
+    plain = get_peft_model(build("bert"), StratifiedConfig(target_modules=["query"], r=2))
+    set_peft_model_state_dict(plain, state)
+    for name, value in biases.items():
+        assert torch.equal(plain.get_parameter(name), value)
+    strata = [{"layers": "all", "tune": "lora", "bias": "none"}]
+    divided = get_peft_model(build("bert"), StratifiedConfig(strata=strata, target_modules=["query"], r=2))
+    before = {name: tensor.clone() for name, tensor in divided.state_dict().items()}
+    with pytest.raises(ValueError, match="does not account for"):
+        set_peft_model_state_dict(divided, state)
+    assert all(torch.equal(divided.state_dict()[name], tensor) for name, tensor in before.items())
