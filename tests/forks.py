@@ -5,9 +5,12 @@ A new interpreter takes six to ten seconds of processor time to import them.
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
 import multiprocessing
 import os
 import runpy
+import signal
 import sys
 import tempfile
 import time
@@ -47,6 +50,10 @@ def run_forked(
         process.join(timeout)
         left = [p for p in psutil.process_iter() if p.pid != process.pid and _is_of(p, process.pid, mark)]
         if is_late := process.is_alive():
+            for late in (process, *left):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(late.pid, signal.SIGUSR1)  # a fork writes where it stands, another program ends
+            time.sleep(1)
             process.kill()
         for child in left:
             child.kill()
@@ -55,7 +62,7 @@ def run_forked(
         written = output.read().decode(errors="replace")
         if is_late or left:
             pytest.fail(
-                f"{f'Not done after {timeout} s' if is_late else f'It left {left} behind'}:\n{written[-4000:]}"
+                f"{f'Not done after {timeout} s' if is_late else f'It left {left} behind'}:\n{written[-20_000:]}"
             )
         return Finished(process.exitcode, written)
 
@@ -82,6 +89,7 @@ def _run(function: Callable[..., Any], arguments: Sequence[Any], env: Mapping[st
     for stream in (1, 2):
         os.dup2(output, stream)
     sys.stdout = sys.stderr = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
+    faulthandler.register(signal.SIGUSR1, sys.stderr)
     os.environ.update(env)
     warnings.resetwarnings()  # to be shown, as in a new interpreter; pytest's are errors
     torch.set_num_threads(1)  # the threads of the parent are not there

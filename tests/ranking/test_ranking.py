@@ -264,7 +264,7 @@ def rank_with(rank: int, processes: int, folder: Path) -> None:
         for name, aggregation in SCORED
     }
     (folder / f"{rank}.json").write_text(json.dumps(found))
-    dist.destroy_process_group()
+    # The group ends with the process: PyTorch 2.6 ends one with Python's lock held and waits for threads that want it.
 
 
 @pytest.mark.parametrize("processes", [2, 3])
