@@ -7,6 +7,7 @@ import importlib
 import inspect
 import logging
 import sys
+import time
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -191,6 +192,8 @@ def _ending_processes() -> Iterator[None]:
     finally:
         # a process that failed alone would wait here for the others under NCCL, and they for it
         if done or "nccl" not in str(this_process().backend):
+            # PyTorch before 2.8 waits for its threads without giving Python's lock to those that still want it
+            time.sleep(0.1)
             this_process().destroy_process_group()
 
 
