@@ -16,7 +16,7 @@ from tqdm.auto import tqdm
 from peft_surgical.distributed import gather, on_all_ranks
 from peft_surgical.fisher.batches import LABELS, Batch, forward_names, model_inputs, padded_right, token_lengths
 from peft_surgical.fisher.gradients import DenseGradients
-from peft_surgical.fisher.guard import DependsOnBatch, Guard
+from peft_surgical.fisher.guard import DependsOnBatch, Guard, one_at_a_time
 from peft_surgical.fisher.listen import GradientListener, NotFinite, Unusual
 from peft_surgical.fisher.model_state import layer_parameters
 from peft_surgical.fisher.objective import (
@@ -179,13 +179,7 @@ class HookEngine(Engine):
         try:
             super()._go_through(sums, progress)
         except DependsOnBatch as reason:
-            if not isinstance(self.task.objective, TaskObjective):
-                raise ValueError(
-                    f"log_likelihood= of a sample depends on the rest of its batch: {reason}. Change it, or give "
-                    "batch_size=1 if it means something for one sample."
-                ) from None
-            logger.warning("Samples are taken one at a time, which is slow: %s.", reason)
-            self.batches = [self.runner.alone(batch, n) for batch in self.batches for n in range(len(batch))]
+            self.batches = one_at_a_time(self.runner, self.batches, reason)
             self._unchecked = None
             sums.clear()
             super()._go_through(sums, progress)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -33,6 +33,10 @@ TOLERANCE = {torch.bfloat16: 0.25, torch.float16: 0.25}
 
 Squares = Mapping[int, Tensor]
 """What a sample adds to the diagonal, by the `id` of the parameter."""
+
+
+_ANOTHER = "by itself the gradient of sample {} of the draw is another"
+_RANDOM = "The model's outputs are random in evaluation mode too, so that its gradients are as well."
 
 
 class SampleSquares:
@@ -62,8 +66,7 @@ class Guard:
 
     def __init__(self, runner: Any, targets: Targets, batches: Sequence[Batch]):
         self.runner, self.targets = runner, targets
-        samples = [(hidden, len(b) > 1, n) for b in batches for hidden, n in zip(_padding(b), b.index, strict=True)]
-        self.sample = max(samples)[-1] if samples else None
+        self.sample = _most_padded(batches)
         self._checked: set[Hashable] = set()
 
     def watch(self, batch: Batch, targets: Sequence[HookTarget], sums: Mapping[int, Any]) -> dict[int, SampleSquares]:
@@ -84,31 +87,18 @@ class Guard:
         """Compare what was found while the batch ran; raises `DependsOnBatch`, or a `ValueError` where the gradient at
         a module is not that of plain autograd."""
         assert self.sample is not None
-        alone, objective = self.runner.alone(batch, batch.index.index(self.sample)), self.runner.objective
-        if isinstance(objective, TaskObjective):
-            objective = objective.with_labels_of(self.sample)
+        alone, rows, repeated = _by_itself(self.runner, batch, self.sample)
         parameters = list({id(p): p for target in self._watched for p in target.parameters.values()}.values())
-
-        def rows() -> Rows:
-            return self.runner.rows(alone, objective)
-
-        def repeated() -> Rows:  # for PyTorch's batch normalisation may get the gradient wrong for a batch of one
-            times = 2 if len(batch) > 3 else 5  # not as many as in the batch, whose number is to make no difference
-            again = objective.repeated(times) if isinstance(objective, TaskObjective) else objective
-            values, counts = self.runner.rows(alone.repeated(times), again)
-            return Rows(values[:, :1], counts[:1])
-
         found = {key: watch.squares for key, watch in watches.items()}
         expected = autograd_squares(rows, parameters)
         wrong = self._find_wrong(found, expected)
         if wrong is not None and self._find_wrong(autograd_squares(rows, parameters), expected):
-            logger.warning("The model's outputs are random in evaluation mode too, so that its Fisher is as well.")
+            logger.warning(_RANDOM)
         elif wrong is not None and self._find_wrong(found, of_copies := autograd_squares(repeated, parameters)):
             by_hooks = self._listen(alone, rows, parameters)
             wrong_alone = self._find_wrong(by_hooks, expected)
             if wrong_alone is None or self._find_wrong(by_hooks, of_copies) is None:
-                reason = f"by itself the gradient of sample {self.sample} of the draw is another, in {wrong}"
-                raise DependsOnBatch(reason)
+                raise DependsOnBatch(f"{_ANOTHER.format(self.sample)}, in {wrong}")
             raise ValueError(
                 f"The gradient of sample {self.sample} of the draw is not that of autograd, in {wrong_alone}. "
                 "Use engine='loop', and please report this model; verify=False leaves out this check."
@@ -134,10 +124,78 @@ class Guard:
             norm = sum(float(expected[key].sum()) for key in keys) ** 0.5 + 1e-5 * largest
             off = max(float((found[key].sqrt() - expected[key].sqrt()).norm()) for key in keys) / (norm or 1)
             if off >= worst:
-                worst, allowed = off, TOLERANCE.get(next(iter(target.parameters.values())).dtype, 0.01)
+                worst, allowed = off, _tolerance(target.parameters.values())
                 name = f"{target.name} ({type(target.module).__name__}; {off:.1%} of its norm)"
         logger.debug("What is off the most by plain autograd: %s.", name)
         return name if worst > allowed else None
+
+
+def one_at_a_time(runner: Any, batches: Sequence[Batch], reason: object) -> list[Batch]:
+    """The samples by themselves, since those of a batch depend on one another; a `ValueError` where only the user can
+    tell whether that means anything."""
+    if not isinstance(runner.objective, TaskObjective):
+        raise ValueError(
+            f"log_likelihood= of a sample depends on the rest of its batch: {reason}. Change it, or give "
+            "batch_size=1 if it means something for one sample."
+        )
+    logger.warning("Samples are taken one at a time, which is slow: %s.", reason)
+    return [runner.alone(batch, n) for batch in batches for n in range(len(batch))]
+
+
+def independent(runner: Any, batches: Sequence[Batch], parameters: Sequence[nn.Parameter]) -> Sequence[Batch]:
+    """The batches; or, if in its batch the sample with the most padding has another gradient than by itself, the
+    samples one at a time."""
+    sample = _most_padded(batches)
+    batch = next((b for b in batches if sample in b.index), None)
+    if batch is None or sample is None:
+        return batches
+    number = batch.index.index(sample)
+
+    def in_batch() -> Rows:
+        values, counts = runner.rows(batch)
+        return Rows(values[:, number : number + 1], counts[number : number + 1])
+
+    found = autograd_squares(in_batch, parameters)
+    _, *by_itself = _by_itself(runner, batch, sample)
+
+    def is_off(rows: Callable[[], Rows]) -> bool:
+        expected = autograd_squares(rows, parameters)
+        off = sum(float((found[key].sqrt() - e.sqrt()).square().sum()) for key, e in expected.items())
+        return off**0.5 > _tolerance(parameters) * sum(float(e.sum()) for e in expected.values()) ** 0.5
+
+    if not all(map(is_off, by_itself)):
+        return batches
+    if is_off(in_batch):
+        logger.warning(_RANDOM)
+        return batches
+    return one_at_a_time(runner, batches, _ANOTHER.format(sample))
+
+
+def _most_padded(batches: Sequence[Batch]) -> int | None:
+    samples = [(hidden, len(b) > 1, n) for b in batches for hidden, n in zip(_padding(b), b.index, strict=True)]
+    return max(samples)[-1] if samples else None
+
+
+def _by_itself(runner: Any, batch: Batch, sample: int) -> tuple[Batch, Callable[[], Rows], Callable[[], Rows]]:
+    """A sample of a batch without the others, its rows, and the same from a batch of its copies."""
+    alone, objective = runner.alone(batch, batch.index.index(sample)), runner.objective
+    if isinstance(objective, TaskObjective):
+        objective = objective.with_labels_of(sample)
+
+    def rows() -> Rows:
+        return runner.rows(alone, objective)
+
+    def repeated() -> Rows:  # for PyTorch's batch normalisation may get the gradient wrong for a batch of one
+        times = 2 if len(batch) > 3 else 5  # not as many as in the batch, whose number is to make no difference
+        again = objective.repeated(times) if isinstance(objective, TaskObjective) else objective
+        values, counts = runner.rows(alone.repeated(times), again)
+        return Rows(values[:, :1], counts[:1])
+
+    return alone, rows, repeated
+
+
+def _tolerance(parameters: Iterable[nn.Parameter]) -> float:
+    return TOLERANCE.get(next(iter(parameters)).dtype, 0.01)
 
 
 def _kind(target: HookTarget) -> Hashable:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from peft_surgical.distributed import all_reduce, gather
 from peft_surgical.fisher.batches import Batch
 from peft_surgical.fisher.engine import FisherTask, Progress, Runner
+from peft_surgical.fisher.guard import independent
 from peft_surgical.fisher.measure import FisherMeasurement, layer_fisher
 from peft_surgical.fisher.model_state import layer_parameters, untouched
 from peft_surgical.fisher.objective import Objective
@@ -236,9 +237,10 @@ def _mean_gradient_norms(request: ScoreRequest) -> list[tuple[float, float]]:
     divisor = torch.zeros((), dtype=torch.float64)
     request.progress.expect(sum(len(batch) for batch in request.batches), " samples")
     with untouched(request.model, request.seed):
+        batches = independent(runner, request.batches, parameters) if request.verify else request.batches
         for p in parameters:
             p.requires_grad_()
-        for batch in request.batches:
+        for batch in batches:
             values, counts = runner.checked_rows(batch)
             grads = torch.autograd.grad(values.sum(), parameters, allow_unused=True)
             for t, g in zip(total, grads, strict=True):

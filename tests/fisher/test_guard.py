@@ -277,14 +277,16 @@ class Mixing(nn.Module):
         return self.inside(x) + 0.1 * len(x) * x.square()
 
 
-def test_samples_that_depend_on_others_are_taken_one_at_a_time(caplog):
+@pytest.mark.parametrize("score", ["fisher", "grad_norm", "rgn"])
+def test_samples_that_depend_on_others_are_taken_one_at_a_time(score, caplog):
     model = Layered(Mixing).double()
     data = [{"x": torch.randn(3, 4, dtype=torch.double), "labels": n % 3} for n in range(6)]
-    assert rank(model, data) == pytest.approx(rank(model, data, batch_size=1), rel=1e-9)
+    assert rank(model, data, score=score) == pytest.approx(rank(model, data, score=score, batch_size=1), rel=1e-9)
     assert "Samples are taken one at a time" in caplog.text
 
 
-def test_a_loss_over_the_batch_is_refused():
+@pytest.mark.parametrize("score", ["fisher", "grad_norm"])
+def test_a_loss_over_the_batch_is_refused(score):
     model = tiny_models.build("bert").double()
     rows = texts(model)
 
@@ -294,7 +296,7 @@ def test_a_loss_over_the_batch_is_refused():
 
     collate = {"data_collator": lambda part: padded(part, "right")}
     with pytest.raises(ValueError, match="log_likelihood= of a sample depends on the rest of its batch"):
-        rank(model, rows, log_likelihood=contrastive, **collate)
+        rank(model, rows, score=score, log_likelihood=contrastive, **collate)
 
     def own(outputs, batch):
         return outputs.logits.log_softmax(-1)[torch.arange(len(batch["labels"])), batch["labels"]]
@@ -302,13 +304,15 @@ def test_a_loss_over_the_batch_is_refused():
     assert rank(model, rows, log_likelihood=own, **collate) == pytest.approx(rank(model, rows, **collate), rel=1e-9)
 
 
-def test_a_model_that_draws_random_numbers_is_warned_of(caplog):
+@pytest.mark.parametrize("score", ["fisher", "grad_norm"])
+def test_a_model_that_draws_random_numbers_is_warned_of(score, caplog):
     class Noisy(nn.Linear):
         def forward(self, x):
             return super().forward(x + torch.randn_like(x))
 
     model = Layered(lambda: nn.Sequential(Noisy(4, 4), nn.Tanh())).double()
-    assert rank(model, [{"x": torch.randn(3, 4, dtype=torch.double), "labels": n % 3} for n in range(4)])
+    data = [{"x": torch.randn(3, 4, dtype=torch.double), "labels": n % 3} for n in range(4)]
+    assert rank(model, data, score=score)
     assert "random in evaluation mode" in caplog.text
 
 
@@ -322,9 +326,9 @@ def test_no_false_alarm(family, dtype, labels, caplog):
     if labels == "exact" and batch["labels"].dim() == 2:
         pytest.skip("a row for each word")
     stack = "encoder" if family == "t5" else None
-    rank(
-        model, list(range(6)), data_collator=lambda n: {k: v[n] for k, v in batch.items()}, labels=labels, stack=stack
-    )
+    for score in ("fisher", "grad_norm"):
+        data = {"data_collator": lambda n: {k: v[n] for k, v in batch.items()}}
+        rank(model, list(range(6)), labels=labels, stack=stack, score=score, **data)
     assert "one at a time" not in caplog.text
 
 
