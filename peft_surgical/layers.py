@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import operator
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 
 from accelerate.utils import extract_model_from_parallel
@@ -23,8 +23,15 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 LayerSpec = str | Sequence[int | str] | Mapping[str, "str | Sequence[int | str]"]
 """What a user may write for layers, see `resolve_layers`."""
 
-_FORMS = "a list of indices such as [3, -1], 'last:3', 'first:2', 'last:25%', '4-9', '10-', 'all', or {'stack': ...}"
-_COUNT = re.compile(r"(first|last):(\d+(?:\.\d+)?)(%?)")
+_PLACES: dict[str, Callable[[int, int], Sequence[int]]] = {  # of so many layers of a stack of so many
+    "first": lambda count, depth: range(count),
+    "last": lambda count, depth: range(depth - count, depth),
+    "middle": lambda count, depth: range((depth - count) // 2, (depth + count) // 2),
+    "spread": lambda count, depth: [(2 * i + 1) * depth // (2 * count) for i in range(count)],
+    "alternate": lambda count, depth: [*range(1, depth, 2), *range(0, depth, 2)][:count],
+}
+_FORMS = ", ".join(f"'{p}:3'" for p in _PLACES) + ", 'last:25%', '4-9', '10-', 'all', [3, -1], {'stack': ...}"
+_COUNT = re.compile(rf"({'|'.join(_PLACES)}):(\d+(?:\.\d+)?)(%?)")
 _RANGE = re.compile(r"(\d+)-(\d*)")
 
 
@@ -95,8 +102,9 @@ def resolve_layers(model: nn.Module, layers: LayerSpec, stack: str | None = None
 
     Args:
         model: The model that holds the layers.
-        layers: Indices (negative ones count from the end), `"last:3"`, `"first:2"`, `"last:25%"`, `"4-9"` (both ends
-            included), `"10-"`, `"all"`, or a mapping from stack names to any of these.
+        layers: Indices (negative ones count from the end), `"4-9"` (both ends included), `"10-"`, `"all"`; a number or
+            share of layers as `"last:3"`, `"last:25%"`, `"first:2"`, `"middle:5"`, `"spread:5"` (at equal distances),
+            `"alternate:5"` (every other layer from the second, then the rest); or a mapping from stack names to these.
         stack: Name or path of the stack that `layers` counts in. Needed if the model has several.
 
     Returns:
@@ -112,13 +120,12 @@ def resolve_layers(model: nn.Module, layers: LayerSpec, stack: str | None = None
         >>> from transformers import BertConfig, BertModel
         >>> config = BertConfig(num_hidden_layers=6, hidden_size=8, num_attention_heads=2, intermediate_size=8)
         >>> model = BertModel(config)
-        >>> [layer.index for layer in resolve_layers(model, "last:50%")]
-        [3, 4, 5]
+        >>> [layer.index for layer in resolve_layers(model, "spread:50%")]
+        [1, 3, 5]
         >>> [layer.path for layer in resolve_layers(model, [0, -1])]
         ['encoder.layer.0', 'encoder.layer.5']
     """
-    model = unwrap(model)
-    stacks = find_stacks(model)
+    stacks = find_stacks(model := unwrap(model))
     if not isinstance(layers, Mapping):
         pairs = [(choose_stack(model, stack), layers)]
     elif stack is not None:
@@ -140,12 +147,11 @@ def resolve_layers(model: nn.Module, layers: LayerSpec, stack: str | None = None
 
 def choose_stack(model: nn.Module, stack: str | None = None) -> Stack:
     """The stack called `stack`, or the only one of the model."""
-    model = unwrap(model)
-    stacks = find_stacks(model)
-    if stack is None and len(stacks) == 1:
-        return next(iter(stacks.values()))
+    stacks = find_stacks(model := unwrap(model))
     if stack is not None:
         return _named(model, stacks, stack)
+    if len(stacks) == 1:
+        return next(iter(stacks.values()))
     if not stacks:
         raise ValueError(
             f"No stack of layers was found in {type(model).__name__}: it has no ModuleList of like modules that are "
@@ -183,9 +189,8 @@ _INSIDE = ("module", "_orig_mod", "_fsdp_wrapped_module")
 
 
 def _named(model: nn.Module, stacks: Mapping[str, Stack], name: str) -> Stack:
-    for stack in stacks.values():
-        if name in (stack.name, stack.path):
-            return stack
+    if found := [stack for stack in stacks.values() if name in (stack.name, stack.path)]:
+        return found[0]
     try:
         modules = model.get_submodule(name)
     except AttributeError:
@@ -259,20 +264,17 @@ def layer_indices(spec: str | Sequence[int | str], stack: Sized) -> list[int]:
     return sorted(indices)
 
 
-def _parse(text: str, stack: Sized) -> range:
-    depth = len(stack)
-    text = text.strip()
+def _parse(text: str, stack: Sized) -> Sequence[int]:
+    depth, text = len(stack), text.strip()
     if text == "all":
         return range(depth)
     if match := _COUNT.fullmatch(text):
         where, number, percent = match.groups()
-        share = float(number) / 100 if percent else float(number) / depth
-        count = max(1, math.floor(share * depth + 0.5))
-        if not 0 < share <= 1 or ("." in number and not percent):
-            raise ValueError(
-                f"layers={text!r} must ask for 1 to {depth} layers, or 0% < share <= 100%. Stack: {stack}."
-            )
-        return range(count) if where == "first" else range(depth - count, depth)
+        wanted = float(number) * depth / 100 if percent else float(number)
+        if not 0 < wanted <= depth or ("." in number and not percent):
+            raise ValueError(f"layers={text!r} must be 1 to {depth} layers or a share up to 100%. Stack: {stack}.")
+        count = max(1, math.floor(wanted + 0.5))
+        return _PLACES[where](count, depth)
     if match := _RANGE.fullmatch(text):
         first, last = int(match[1]), int(match[2] or depth - 1)
         if first > last:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 
 import numpy as np
@@ -22,6 +23,7 @@ from peft_surgical.layers import (
     unwrap,
 )
 from peft_surgical.methods.resolve import plain_layers
+from peft_surgical.ranking.scores import SCORES, ScoreRequest
 
 
 # family -> (class of its layers, names of its stacks). Finding modules by class is the oracle: it shares nothing with
@@ -328,6 +330,13 @@ ACCEPTED = [
     ("last:12.4%", [11]),
     ("last:1%", [11]),  # at least one
     ("last:100%", [*range(12)]),
+    ("middle:5", [3, 4, 5, 6, 7]),
+    ("middle:50%", [3, 4, 5, 6, 7, 8]),
+    ("spread:5", [1, 3, 6, 8, 10]),
+    ("spread:1", [6]),
+    ("alternate:5", [1, 3, 5, 7, 9]),
+    ("alternate:8", [0, 1, 2, 3, 5, 7, 9, 11]),
+    (["alternate:2", "last:1"], [1, 3, 11]),
     ("4-9", [4, 5, 6, 7, 8, 9]),
     ("4-4", [4]),
     ("10-", [10, 11]),
@@ -359,6 +368,20 @@ def test_shares_are_rounded_half_up_to_at_least_one(depth, percent):
     assert len(chosen) == 1 if exact < 0.5 else -0.5 < len(chosen) - exact <= 0.5
 
 
+@pytest.mark.parametrize("depth", [1, 2, 3, 5, 12, 18, 28])
+def test_places_are_as_many_layers_as_asked_for_where_they_say(depth):
+    """Against plain definitions: the nearest to the middle, steps of equal length, the order of the score."""
+    stack = choose_stack(WithLayers(nn.ModuleList(Block() for _ in range(depth))))
+    scores = SCORES["alternate"].function(ScoreRequest(nn.Identity(), stack.layers, [])).scores
+    order = sorted(range(depth), key=scores.__getitem__, reverse=True)
+    for count in range(1, depth + 1):
+        near = sorted(range(depth), key=lambda i: (abs(i - (depth - 1) / 2), i))[:count]
+        steps = [i * depth / count + depth / count / 2 for i in range(count)]
+        assert layer_indices(f"middle:{count}", stack) == sorted(near)
+        assert layer_indices(f"spread:{count}", stack) == [math.floor(step + 1e-9) for step in steps]
+        assert layer_indices(f"alternate:{count}", stack) == sorted(order[:count])
+
+
 ENCODER = r"encoder \(bert\.encoder\.layer\), layers 0 to 11"
 
 REFUSED = [
@@ -378,6 +401,7 @@ REFUSED = [
     ("last:2.5", "1 to 12 layers"),
     ("last:0%", "share"),
     ("last:101%", "share"),
+    ("spread:13", "1 to 12 layers"),
     ([3, 3], "layer 3 more than once"),
     ([11, -1], "layer 11 more than once"),
     (["0-5", 5], "layer 5 more than once"),
@@ -393,7 +417,7 @@ def test_refused_choices_say_why_and_list_the_stack_with_its_range(bert, spec, m
 
 
 @pytest.mark.parametrize(
-    "spec", ["", "lst:3", "last", "last:", "last:x", "last:-1", "3..5", "-4--1", "1,2", "last:5%%"]
+    "spec", ["", "lst:3", "every:3", "last", "last:", "last:x", "last:-1", "3..5", "-4--1", "1,2", "last:5%%"]
 )
 def test_text_that_is_not_understood_is_refused_with_the_allowed_forms(bert, spec):
     with pytest.raises(ValueError, match=r"is not understood; allowed are .*'last:3'.*'4-9'.*'all'") as error:

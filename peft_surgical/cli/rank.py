@@ -37,7 +37,8 @@ def rank(
     if output is not None:
         check_writable("--output", output, (".json",))
     check_plot("--plot", plot)
-    job = TrainingJob(output="", select_on="none", **read_job_fields(options))
+    fields = read_job_fields(options)
+    job = TrainingJob(output="", select_on="none", **fields | {"score": fields["score"] or "fisher"})
     ranking = rank(prepare(job), job, progress=not console.quiet)
     console.print(str(ranking), markup=False, soft_wrap=True)
     console.print(describe_strata_by_rank(ranking), markup=False, soft_wrap=True)

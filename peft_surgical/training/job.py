@@ -12,7 +12,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_type_hints
 
-from peft_surgical.training.methods import METHODS
+from peft_surgical.training.methods import METHODS, OF_A_RANKING
 from peft_surgical.training.options import Option, check_value, flag
 
 
@@ -72,7 +72,7 @@ class TrainingJob:
     ] = None
     layers: Annotated[
         str | tuple[int | str, ...] | None,
-        _METHOD("The layers to tune in place of ranked ones: 3,5,-1 or last:2 or 4-9."),
+        _METHOD("The layers to tune: 3,5,-1 or 4-9 or spread:5, middle:5, last:25%. Default: every other layer."),
     ] = None
     preset: Annotated[str | None, _METHOD("A SPAFIT model of the paper, such as SPAFIT-4-9-II.")] = None
     n1: Annotated[
@@ -100,7 +100,12 @@ class TrainingJob:
     )
     ranking: Annotated[str | None, _RANKING("A saved ranking to use in place of a new one.")] = None
     samples: Annotated[int, _RANKING("Training rows to rank the layers on.", positive=True)] = 100
-    score: Annotated[str, _RANKING("What the layers are ranked by: fisher, or another registered score.")] = "fisher"
+    score: Annotated[
+        str | None,
+        _RANKING(
+            "What the layers are ranked by: fisher, or another registered score. `train` ranks where it is given."
+        ),
+    ] = None
     fisher_labels: Annotated[
         str,
         _RANKING("Labels the Fisher information is taken at: given, sampled (drawn from the model), or exact (all)."),
@@ -254,13 +259,17 @@ class TrainingJob:
         fields: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         for name, value in fields.items():
             fields[name] = tuple(value) if isinstance(value, list) else value
+        if fields.get("method") not in _methods_with("score"):
+            fields.pop("score", None)  # the default of version 0.1.0
         return cls(**fields)
 
     def _refuse_contradictions(self) -> None:
         if self.layers is not None:
-            for name in ("top_k", "ranking"):
+            for name in ("top_k", "ranking", "score"):
                 if getattr(self, name) is not None:
                     raise ValueError(f"--layers {self.layers} and {flag(name)} both choose the layers. Drop one.")
+        if self.ranking is not None and self.score is not None:
+            raise ValueError(f"--ranking {self.ranking} and --score {self.score} both rank the layers. Drop one.")
         if self.method == "spafit":
             chosen = [name for name in ("preset", "n1", "n2", "ranking") if getattr(self, name) is not None]
             if len(chosen) > 1 and chosen != ["n1", "n2"]:
@@ -271,11 +280,17 @@ class TrainingJob:
         if self.bf16 and self.fp16:
             raise ValueError("--bf16 and --fp16 both choose a type to compute in. Drop one.")
         for field in dataclasses.fields(self):
-            users = [name for name, method in METHODS.items() if field.name in method.options]
-            if users and self.method not in users and getattr(self, field.name) != field.default:
+            users, is_given = _methods_with(field.name), getattr(self, field.name) != field.default
+            if users and self.method not in users and is_given:
                 raise ValueError(
                     f"{flag(field.name)} has no meaning with --method {self.method}; it goes with {', '.join(users)}."
                 )
+            if is_given and field.name in OF_A_RANKING and self.score is None:
+                raise ValueError(f"{flag(field.name)} is for ranking layers. Add --score fisher, or drop it.")
+
+
+def _methods_with(option: str) -> list[str]:
+    return [name for name, method in METHODS.items() if option in method.options]
 
 
 @cache

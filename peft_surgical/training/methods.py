@@ -73,10 +73,16 @@ def default_top_k(depth: int) -> int:
 
 
 def configure_surgical(model: nn.Module, options: Options, ranking: LayerRanking | None, shared: Shared) -> PeftConfig:
-    """All weights of the layers that are ranked highest, or named (Lodha et al., 2023)."""
-    if ranking is None:
+    """All weights of the layers that are named or rank highest (Lodha et al., 2023); else of every other layer, which
+    lost least of the single choices in this project's benchmarks."""
+    from peft_surgical.layers import choose_stack
+
+    if options["layers"] is not None:
         return _tune_layers(options, shared, layers=_in_stack(options, options["layers"]))
-    top_k = options["top_k"] or default_top_k(len(ranking.scores))
+    depth = len(choose_stack(model, options["stack"]) if ranking is None else ranking.scores)
+    top_k = options["top_k"] or default_top_k(depth)
+    if ranking is None:
+        return _tune_layers(options, shared, layers=_in_stack(options, f"alternate:{top_k}"))
     return _tune_layers(options, shared, ranking=ranking, top_k=top_k)
 
 
@@ -228,17 +234,17 @@ def _lora_options(options: Options, *, rank: int, alpha: int, dropout: float) ->
     return defaults | {name: value for name, value in given.items() if value is not None}
 
 
-_RANKING = {"ranking", "samples", "score", "fisher_labels", "aggregation", "head_seeds"}
+OF_A_RANKING = {"samples", "fisher_labels", "aggregation", "head_seeds"}
 _LORA = {"lora_r", "lora_alpha", "lora_dropout"}
 
 METHODS: dict[str, Method] = {
     # learning rate: Lodha et al. (2023), appendix A.1
     "surgical": Method(
         configure_surgical,
-        "all weights of the layers that matter most",
+        "all weights of some layers",
         5e-5,
-        frozenset({"top_k", "layers", "stack", "dequantize", *_RANKING}),
-        ranks=lambda options: options["layers"] is None,
+        frozenset({"top_k", "layers", "stack", "dequantize", "ranking", "score", *OF_A_RANKING}),
+        ranks=lambda options: bool(options["ranking"] or options["score"]),
         check=check_layers,
     ),
     "last": Method(

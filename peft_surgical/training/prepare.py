@@ -92,7 +92,8 @@ def _prepare_language(job: TrainingJob, task: Task, parts: Parts) -> Prepared:
 def _check_options(job: TrainingJob) -> None:
     """Check what the job itself could not without loading libraries."""
     METHODS[job.method].check(job.method_options, None)
-    find_score(job.score)
+    if job.score is not None:
+        find_score(job.score)
     for name, allowed in (("fisher_labels", LABEL_MODES), ("aggregation", AGGREGATIONS)):
         if getattr(job, name) not in allowed:
             raise ValueError(f"{flag(name)} {getattr(job, name)}: allowed are {', '.join(allowed)}.")
@@ -154,7 +155,7 @@ def rank(prepared: Prepared, job: TrainingJob, *, progress: bool = True) -> Laye
         prepared.model,
         train,
         num_samples=job.samples,
-        score=job.score,
+        score=job.score or "fisher",
         labels=job.fisher_labels,
         aggregation=job.aggregation,
         batch_size=job.batch_size,

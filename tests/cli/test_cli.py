@@ -224,17 +224,17 @@ def test_predictions_are_written_in_the_format_named(run, base, data, out, tmp_p
 
 def test_every_option_of_a_job_reaches_the_job(run, base, data, out):
     given = {
-        "method": "surgical", "layers": "1,-1", "stack": "encoder", "epochs": 1.0, "max_steps": 1, "batch_size": 4,
+        "method": "surgical", "top_k": 2, "stack": "encoder", "epochs": 1.0, "max_steps": 1, "batch_size": 4,
         "gradient_accumulation": 2, "learning_rate": 0.003, "weight_decay": 0.2, "warmup": 0.3, "max_grad_norm": 2.0,
         "max_length": 12, "max_train_samples": 20, "seed": 5, "eval_split": "validation", "select_on": "held-out",
-        "held_out": 0.25, "metric": "matthews", "label_column": "label", "task": "classification", "samples": 7,
+        "held_out": 0.25, "metric": "matthews", "label_column": "label", "task": "classification",
         "score": "fisher", "fisher_labels": "exact", "aggregation": "trace", "head_seeds": 2, "dtype": "float32",
         "encoding": "latin-1",
     }  # fmt: skip
     options = [part for name, value in given.items() for part in (f"--{name.replace('_', '-')}", value)]
     run("train", "--model", base, "--data", data, "--output", out, "--text-column", "text", "--keep-checkpoints",
         "--gradient-checkpointing", *options)  # fmt: skip
-    expected = {**given, "layers": (1, -1), "text_columns": ("text",)}
+    expected = {**given, "text_columns": ("text",)}
     job = TrainingJob.load(out)
     assert {name: getattr(job, name) for name in expected} == expected
     assert job.keep_checkpoints
@@ -243,8 +243,8 @@ def test_every_option_of_a_job_reaches_the_job(run, base, data, out):
 
 
 def test_quiet_says_nothing(run, base, data, out):
-    words = run("train", "--model", base, "--data", data, "--output", out, "--top-k", 1, "--samples", 8,
-                "--max-steps", 1, "--quiet")  # fmt: skip
+    words = run("train", "--model", base, "--data", data, "--output", out, "--top-k", 1, "--score", "fisher",
+                "--samples", 8, "--max-steps", 1, "--quiet")  # fmt: skip
     assert words == ""
 
 
@@ -277,7 +277,7 @@ def test_warnings_of_the_package_are_shown(run, base, out, tmp_path):
     ],
 )
 def test_mistakes_are_told_in_words(run, base, data, out, options, message):
-    defaults = {"--model": base, "--data": data, "--output": out, "--samples": 8, "--max-steps": 1}
+    defaults = {"--model": base, "--data": data, "--output": out, "--max-steps": 1}
     given = [part for name, value in defaults.items() if name not in options for part in (name, value)]
     words = flat(run("train", *given, *options, code=2))
     assert message in words

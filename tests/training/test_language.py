@@ -198,7 +198,7 @@ def test_gradient_checkpointing_changes_no_loss_and_bfloat16_trains(job, tmp_pat
 @pytest.mark.parametrize(
     ("options", "layers"),
     [
-        ({"method": "surgical", "top_k": 2, "samples": 20}, None),
+        ({"method": "surgical", "top_k": 2, "score": "fisher", "samples": 20}, None),
         ({"method": "surgical", "layers": (1, -1)}, [1, 3]),
         ({"method": "last", "top_k": 3}, [1, 2, 3]),
         ({"method": "lora"}, [0, 1, 2, 3]),
@@ -223,7 +223,15 @@ def test_a_method_trains_its_layers_and_saves_what_evaluate_measures_again(job, 
 
 
 def test_the_layers_are_ranked_on_the_tokens_that_are_learnt(job, data):
-    asked = job(method="surgical", top_k=1, samples=1000, assistant_only_loss=True, select_on="none", max_steps=1)
+    asked = job(
+        method="surgical",
+        top_k=1,
+        score="fisher",
+        samples=1000,
+        assistant_only_loss=True,
+        select_on="none",
+        max_steps=1,
+    )
     train(asked)
     ours = LayerRanking.load(f"{asked.output}/ranking.json")
     tokenizer = AutoTokenizer.from_pretrained(asked.model)
@@ -232,7 +240,7 @@ def test_the_layers_are_ranked_on_the_tokens_that_are_learnt(job, data):
         for row in Dataset.from_parquet(str(data["messages"] / "train.parquet"))
     ]
     model = AutoModelForCausalLM.from_pretrained(asked.model)
-    theirs = rank_layers(model, rows, num_samples=1000, batch_size=1, progress=False)
+    theirs = rank_layers(model, rows, num_score="fisher", samples=1000, batch_size=1, progress=False)
     assert ours.scores == pytest.approx(theirs.scores, rel=1e-4)
 
 
@@ -406,7 +414,7 @@ def test_a_temperature_draws_by_the_seed(job):
     [
         ("messages", {"method": "head"}, "--method head: a language model has no head of a task"),
         ("messages", {"label_column": "x", "task": "causal-lm"}, "--label-column has no meaning for causal-lm"),
-        ("messages", {"method": "surgical", "head_seeds": 2}, "--head-seeds has no meaning for causal-lm"),
+        ("messages", {"score": "fisher", "head_seeds": 2}, "--head-seeds has no meaning for causal-lm"),
         ("messages", {"metric": "accuracy"}, "--metric accuracy: for causal-lm allowed are perplexity, loss"),
         ("text", {"assistant_only_loss": True}, "--assistant-only-loss needs chats"),
         ("messages", {"chat_template": "nowhere.jinja"}, "--chat-template nowhere.jinja: there is no such file"),

@@ -53,14 +53,20 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
+RANKED = {"method": "surgical", "score": "fisher", "samples": 20}
+
+
 # what each method trains, saves and loads
 
 
 @pytest.mark.parametrize(
     ("options", "layers"),
     [
-        ({"method": "surgical", "top_k": 2, "samples": 20}, None),
+        ({**RANKED, "top_k": 2}, None),
         ({"method": "surgical", "layers": (1, -1)}, [1, 3]),
+        ({"method": "surgical", "layers": "middle:2"}, [1, 2]),
+        ({"method": "surgical"}, [1]),
+        ({"method": "surgical", "top_k": 2}, [1, 3]),
         ({"method": "last"}, [3]),
         ({"method": "last", "top_k": 3}, [1, 2, 3]),
         ({"method": "head"}, []),
@@ -132,7 +138,8 @@ def test_a_model_with_two_stacks_needs_the_name_of_one(job, tmp_path):
     with pytest.raises(ValueError, match="encoder.*decoder"):
         train(job(model=str(folder), method="last", top_k=1, max_steps=1))
     results = train(
-        job(model=str(folder), method="surgical", top_k=1, stack="decoder", samples=8, max_steps=1), overwrite=True
+        job(model=str(folder), method="surgical", top_k=1, stack="decoder", score="fisher", samples=8, max_steps=1),
+        overwrite=True,
     )
     assert list(results["layers"]) == ["decoder"]
 
@@ -169,7 +176,7 @@ def test_layers_are_ranked_on_training_rows_alone(job, monkeypatch):
         return LayerRanking(stack="encoder", scores=[1.0, 2.0, 3.0, 4.0])
 
     monkeypatch.setattr(prepare_module, "rank_layers", spy)
-    run = TrainingRun(job(method="surgical"))
+    run = TrainingRun(job(method="surgical", score="fisher"))
     run.rank()
     tokens = {tuple(row) for row in seen[0]["input_ids"][:]}
     tokenizer = run.prepared.tokenizer
@@ -186,7 +193,7 @@ def test_the_evaluation_rows_choose_nothing(job, data, tmp_path):
     rows = Dataset.from_parquet(str(data / "validation.parquet"))
     rows = rows.map(lambda row: {"label": 1 - row["label"]}, features=rows.features)
     rows.to_parquet(str(flipped / "validation.parquet"))
-    options = {"method": "surgical", "top_k": 1, "samples": 20, "epochs": 3}
+    options = {**RANKED, "top_k": 1, "epochs": 3}
     one = train(job(output=str(tmp_path / "one"), **options))
     other = train(job(output=str(tmp_path / "other"), data=str(flipped), **options))
     assert same(weights(tmp_path / "one"), weights(tmp_path / "other"))
@@ -221,7 +228,7 @@ def test_a_metric_of_another_kind_of_task_is_refused_before_training(job, tmp_pa
 
 def test_the_same_job_gives_the_same_weights(job, tmp_path):
     for name in ("one", "other"):
-        train(job(output=str(tmp_path / name), method="surgical", top_k=1, samples=20))
+        train(job(output=str(tmp_path / name), top_k=1, **RANKED))
     assert same(weights(tmp_path / "one"), weights(tmp_path / "other"))
 
 
@@ -239,7 +246,9 @@ def run_until_killed(job: TrainingJob) -> None:
 
 @pytest.mark.parametrize("method", ["surgical", "full"])
 def test_a_run_that_was_killed_goes_on_to_the_same_weights(job, tmp_path, method, monkeypatch):
-    options = {"method": method, "epochs": 3} | ({"top_k": 2, "samples": 20} if method == "surgical" else {})
+    options = {"method": method, "epochs": 3} | (
+        {"top_k": 2, "score": "fisher", "samples": 20} if method == "surgical" else {}
+    )
     whole = train(job(output=str(tmp_path / "whole"), **options))
     asked = job(output=str(tmp_path / "killed"), **options)
     assert run_forked(run_until_killed, asked).code == -signal.SIGKILL
@@ -312,6 +321,9 @@ def test_a_mistake_in_the_data_leaves_no_folder_behind(job, tmp_path):
         ({"epochs": 0}, "--epochs 0 must be above 0"),
         ({"method": "surgical", "layers": "last:2", "top_k": 2}, "--layers last:2 and --top-k both choose"),
         ({"method": "surgical", "layers": "last:2", "ranking": "r"}, "--layers last:2 and --ranking both choose"),
+        ({"layers": "last:2", "score": "fisher"}, "--layers last:2 and --score both choose"),
+        ({"ranking": "r", "score": "fisher"}, "--ranking r and --score fisher both rank the layers"),
+        ({"samples": 20}, "--samples is for ranking layers. Add --score fisher, or drop it"),
         ({"method": "head", "top_k": 2}, "--top-k has no meaning with --method head; it goes with surgical, last"),
         ({"method": "full", "lora_r": 4}, "--lora-r has no meaning with --method full; it goes with spafit, lora"),
         ({"bf16": True, "fp16": True}, "--bf16 and --fp16"),
@@ -398,7 +410,7 @@ def test_a_base_that_moved_can_be_named(job, base, tmp_path):
 
 
 def test_the_card_tells_ranking_results_rows_and_the_exact_configuration(job, tmp_path):
-    asked = job(method="surgical", top_k=2, samples=20)
+    asked = job(top_k=2, **RANKED)
     results = train(asked)
     card = (tmp_path / "out" / "README.md").read_text()
     assert str(LayerRanking.load(tmp_path / "out" / "ranking.json")) in card
@@ -470,8 +482,11 @@ def test_the_majority_is_what_scikit_learns_dummy_reaches():
     ("options", "message"),
     [
         ({"method": "surgical", "score": "fischer"}, "score='fischer' is unknown; allowed are 'alternate'"),
-        ({"method": "surgical", "fisher_labels": "drawn"}, "--fisher-labels drawn: allowed are given, sampled, exact"),
-        ({"method": "surgical", "aggregation": "sum"}, "--aggregation sum: allowed are frobenius"),
+        (
+            {"method": "surgical", "score": "fisher", "fisher_labels": "drawn"},
+            "--fisher-labels drawn: allowed are given, sampled, exact",
+        ),
+        ({"method": "surgical", "score": "fisher", "aggregation": "sum"}, "--aggregation sum: allowed are frobenius"),
         ({"method": "surgical", "ranking": "nowhere.json"}, "nowhere.json"),
         ({"method": "spafit", "group_2": "biases"}, "biases"),
         ({"method": "spafit", "preset": "SPAFIT-9"}, "SPAFIT-9"),
