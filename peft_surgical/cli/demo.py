@@ -56,7 +56,7 @@ def demo(
 ) -> None:
     """See the whole way: rank layers, tune two tasks, swap them on one model, and check that all of it holds.
 
-    The model and the text come from two packages of PyPI (the extra `demo`); nothing is downloaded. Takes about four
+    The model and the text come from two packages of PyPI (the extra `demo`); nothing is downloaded. Takes about five
     minutes on two cores. The exit code is 1 if a check fails.
     """
     started = time.perf_counter()
@@ -127,8 +127,8 @@ class Demo:
         self.checks["every layer has a score above zero"] = all(score > 0 for score in ranking.scores)
         self.step(f"2. Sentiment: which {TOP} layers to tune?")
         self.say(
-            "No choice is the best everywhere. On eleven tasks every other layer did better on average than those with "
-            "the most Fisher information, and than the last ones (docs/results.md). On this one:"
+            "No choice is the best everywhere. On eleven tasks every other layer did better on average than those "
+            "with the most Fisher information, and than the last ones (docs/results.md). On this one:"
         )
         self.tune("sentiment", "head alone")
         self.tune("sentiment", "every other layer")
@@ -185,7 +185,7 @@ class Demo:
         )
         if way != "head alone":
             gain = accuracy - self.results[task, "head alone"]["evaluation"]["accuracy"]
-            self.checks[f"{task}: {way} beats the head alone (by {100 * gain:+.1f} points)"] = gain > 0
+            self.checks[f"{task}: {way}, {100 * gain:+.1f} points over the head alone"] = gain > 0
 
     def show_costs(self) -> None:
         """Show what each run took, and check the sizes of the files."""

@@ -62,7 +62,7 @@ def test_the_demo_goes_the_whole_way_and_its_checks_hold(tiny_demo, tmp_path, mo
     assert all(checks.values())
     assert words.count("✓") == len(checks) >= 11
     for way in ("every other layer", "by Fisher", "middle layers", "SPAFIT"):
-        assert sum(f"{way} beats the head alone" in check for check in checks) == 1
+        assert sum(f"{way}, +" in check for check in checks) == 1
     assert "w1 w2 is mine" in words
     assert "w3 w4 was typed" in words
     assert "95 % interval" in words
@@ -126,7 +126,7 @@ def test_a_head_that_is_as_good_fails_the_check(tiny_demo, monkeypatch):
         monkeypatch.setattr(demo.Demo, step, lambda *a, **k: None)
     words = tiny_demo(code=1)
     for failed in ("sentiment: every other layer", "opinion: middle layers", "opinion: SPAFIT"):
-        assert f"✗ FAILED: {failed} beats the head alone (by +0.0 points)" in words
+        assert f"✗ FAILED: {failed}, +0.0 points over the head alone" in words
 
 
 def test_the_folder_of_an_earlier_demo_is_written_again(tiny_demo, tmp_path, monkeypatch):
