@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from pathlib import Path
@@ -12,14 +13,14 @@ import torch
 from adapters import METHODS, add, make_config, outputs, shake
 from forks import run_forked
 from huggingface_hub import ModelCard
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
 from tiny_models import batch, build
 from torch import nn
 from transformers import Trainer, TrainingArguments
 from transformers.utils import hub
 
 from peft_surgical import LayerRanking, StratifiedConfig, SurgicalConfig
-from peft_surgical.methods.card import describe_choice
+from peft_surgical.methods.card import describe_choice, put_section
 
 
 methods = pytest.mark.parametrize("method", METHODS)
@@ -104,7 +105,7 @@ def test_what_a_user_writes_stays_and_only_the_section_changes(method, bases, tm
     other.save_pretrained(tmp_path)
     again = ModelCard.load(tmp_path / "README.md")
     assert again.data.to_dict() == card.data.to_dict()
-    assert again.text.endswith("\n## Results\n\n55 \\1 \\g<0>\n") or "55 \\1 \\g<0>" in again.text
+    assert "\n## Results\n\n55 \\1 \\g<0>" in again.text
     assert again.text.count("## Load it") == 1
     assert "Mine now" not in again.text
     assert describe_choice(other.peft_config["default"]) in again.text
@@ -150,6 +151,12 @@ def test_the_trainer_keeps_the_section(name, bases, tmp_path):
     assert done.code == 0, done.output
 
 
+def test_a_section_may_hold_what_means_something_in_a_pattern():
+    text, mark = "# Mine\n\n<!-- a -->\nold\n<!-- end peft-surgical -->\n", "<!-- a -->"
+    section = f"{mark}\nC:\\1\n<!-- end peft-surgical -->"
+    assert put_section(text, mark, section) == f"# Mine\n\n{section}\n"
+
+
 class Pushed(Exception):
     """Instead of an upload: the text of the card."""
 
@@ -183,16 +190,29 @@ def test_a_config_by_itself_touches_no_card(bases, tmp_path):
     model = tuned("SURGICAL", str(bases / "bert"))
     model.save_pretrained(tmp_path / "a")
     (tmp_path / "b").mkdir()
-    (tmp_path / "b" / "README.md").write_text("mine\n")
+    for folder in "ab":
+        (tmp_path / folder / "README.md").write_text("mine\n")
     for config in (SurgicalConfig(layers=[0]), model.peft_config["default"]):
         config.save_pretrained(str(tmp_path / "b"))
-    assert (tmp_path / "b" / "README.md").read_text() == "mine\n"
+    for folder in "ab":
+        assert (tmp_path / folder / "README.md").read_text() == "mine\n"
 
 
 def test_lora_has_peft_s_card_alone(bases, tmp_path):
     base = type(build("bert")).from_pretrained(bases / "bert")
     get_peft_model(base, LoraConfig(target_modules=["query"])).save_pretrained(tmp_path)
     assert "surgical" not in (tmp_path / "README.md").read_text()
+
+
+@methods
+def test_the_config_names_the_package_whatever_a_file_said(method, bases, tmp_path):
+    tuned(method, str(bases / "bert")).save_pretrained(tmp_path)
+    file = tmp_path / "adapter_config.json"
+    written = json.loads(file.read_text())
+    assert written["library"] == "peft_surgical>=0.2"
+    for said in ({"library": ["of a stranger"]}, {}):
+        file.write_text(json.dumps({**{key: written[key] for key in written if key != "library"}, **said}))
+        assert PeftConfig.from_pretrained(tmp_path).library == "peft_surgical>=0.2"
 
 
 class OwnModel(nn.Module):
