@@ -31,7 +31,7 @@ from torch.utils import _pytree
 # by the module, or the class in a module, that has them
 PRIVATE_NAMES: dict[str, tuple[str, ...]] = {
     "peft:PeftConfig": ("_get_peft_type", "_split_kwargs"),
-    "peft:PeftModel": ("_enable_peft_forward_hooks",),
+    "peft:PeftModel": ("_enable_peft_forward_hooks", "_upload_modified_files", "create_or_update_model_card"),
     "peft.peft_model": ("load_peft_weights",),
     "peft.mapping": ("PEFT_TYPE_TO_CONFIG_MAPPING", "PEFT_TYPE_TO_TUNER_MAPPING"),
     "peft.tuners.tuners_utils": (

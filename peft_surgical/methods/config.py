@@ -28,6 +28,7 @@ from peft_surgical.names import PREFIX
 
 
 FORMAT_VERSION = 1
+LIBRARY = "peft_surgical>=0.2"  # what reads the format, as pip takes it; the name is that of the import, too
 MOST_LABELS, MOST_RANK, MOST_BYTES = 2**20, 2**16, 2**24  # of what a config may say, and its size
 sources: set[str] = set()  # the folders and names on the hub that configs of this package were read from
 
@@ -54,6 +55,7 @@ class DeltaConfig(PeftConfig):
         key_mapping: For a base whose modules have been renamed since the adapter was saved: patterns in the names of
             the saved tensors and what to put in their place, as in PEFT's `load_adapter`. Only for loading.
         format_version: Version of this file's format.
+        library: The package that has the method. Set by itself, for who opens the file.
 
     Raises:
         ValueError: An unknown encoding, or a file that a later version of this package has written.
@@ -66,6 +68,7 @@ class DeltaConfig(PeftConfig):
     check_base: bool = True
     key_mapping: dict[str, str] | None = None
     format_version: int = FORMAT_VERSION
+    library: str = LIBRARY
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -77,6 +80,8 @@ class DeltaConfig(PeftConfig):
                 f"peft_surgical, and this one reads format {FORMAT_VERSION}. Update: pip install -U peft-surgical."
             )
         self.resolution: Any = None  # a `Resolution`, on the copy that a tuner holds
+        self.library = LIBRARY
+        self.card: Any = None  # an `AdapterCard`, once the adapter is being saved
         self.record = self.base  # or else of the file's header; what a user has read stays as it was
 
     @classmethod
@@ -141,6 +146,8 @@ class DeltaConfig(PeftConfig):
     def save_pretrained(self, save_directory: str, **kwargs: Any) -> None:
         """Write `adapter_config.json`, and the record of the base into the header of the tensors' file beside it.
 
+        What a model saves has its part of the model card, too.
+
         Each file appears whole or not at all, and who reads one from before and one from after is told so.
         """
         folder = Path(save_directory)
@@ -155,6 +162,8 @@ class DeltaConfig(PeftConfig):
             text = Path(aside, CONFIG_NAME).read_text(encoding="utf-8")
         with written_aside(folder / CONFIG_NAME) as new:
             new.write_text(text, encoding="utf-8")
+        if self.card is not None and folder == self.card.folder / self.card.subfolder:
+            self.card.write(self)
 
     def _is_in(self, weights: Path) -> bool:
         """Whether a file is one of this adapter's tensors, by their names."""

@@ -1,14 +1,15 @@
-"""Make this package's methods known to PEFT: its tables of methods, its loading and its hot swap."""
+"""Make this package's methods known to PEFT: its tables of methods, its loading, its hot swap and its model card."""
 
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from peft import PeftConfig, peft_model
+from peft import PeftConfig, PeftModel, peft_model
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING
 from peft.tuners.tuners_utils import BaseTuner
 from peft.utils import CONFIG_NAME, hotswap, register_peft_method
@@ -17,6 +18,7 @@ from peft_surgical.compat import add_peft_type
 from peft_surgical.files.adapter import weights_file
 from peft_surgical.files.check import StateOfFile, checked
 from peft_surgical.files.safetensors_io import TensorFile
+from peft_surgical.methods.card import upload_with_card, write_card
 from peft_surgical.methods.config import MOST_BYTES, DeltaConfig, sources
 from peft_surgical.methods.hotswap import swap_in
 
@@ -27,7 +29,7 @@ _tuners: dict[str, type[BaseTuner]] = {}  # of the methods of this package
 def register_method(
     name: str, config_cls: type[PeftConfig], model_cls: type[BaseTuner], keys: Sequence[str] = ()
 ) -> None:
-    """Register one method with PEFT, and put functions around those of PEFT that read and swap adapters.
+    """Register one method with PEFT, and put functions around those of PEFT that read, swap and describe adapters.
 
     Registering the same method again, as on a reload, replaces its classes and these functions and changes nothing
     else. `keys` are options in which two configs must agree for a hot swap, as PEFT checks them.
@@ -46,11 +48,14 @@ def register_method(
     _put_around(peft_model, "load_peft_weights", _load_checked)
     hotswap.load_peft_weights = peft_model.load_peft_weights
     _put_around(hotswap, "hotswap_adapter_from_state_dict", _swap_by_method)
+    _put_around(PeftModel, "create_or_update_model_card", write_card)
+    _put_around(PeftModel, "_upload_modified_files", upload_with_card)
 
 
 def _put_around(owner: Any, name: str, function: Callable[..., Any]) -> None:
     """Put a function, which gets PEFT's own first, around PEFT's own, in the place of an earlier one."""
     present = getattr(owner, name)
+    is_of_class = inspect.ismethod(present)
     present = getattr(present, "__func__", present)
     of_peft = getattr(present, "of_peft", present)
 
@@ -59,7 +64,7 @@ def _put_around(owner: Any, name: str, function: Callable[..., Any]) -> None:
         return function(of_peft, *args, **kwargs)
 
     around.of_peft = of_peft  # type: ignore[attr-defined]
-    setattr(owner, name, classmethod(around) if isinstance(owner, type) else around)
+    setattr(owner, name, classmethod(around) if is_of_class else around)
 
 
 def _name_damaged_configs(of_peft: Callable[..., str], cls: Any, model_id: Any, **kwargs: Any) -> str:

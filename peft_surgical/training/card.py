@@ -12,7 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import ModelCardData
+from torch import nn
 
+from peft_surgical.layers import unwrap
+from peft_surgical.methods.card import CARD_FILE, TAG, AdapterCard, loading_code, place_of
+from peft_surgical.methods.config import DeltaConfig
 from peft_surgical.ranking.ranking import LayerRanking
 from peft_surgical.training.data import Parts
 from peft_surgical.training.job import CAUSAL_LM, JOB_FILE, TrainingJob
@@ -77,7 +81,12 @@ def write_json(file: Path, content: dict[str, Any]) -> None:
 
 
 def write_model_card(
-    folder: str | Path, job: TrainingJob, parts: Parts, results: dict[str, Any], ranking: LayerRanking | None
+    folder: str | Path,
+    job: TrainingJob,
+    parts: Parts,
+    results: dict[str, Any],
+    ranking: LayerRanking | None,
+    model: nn.Module,
 ) -> None:
     """Write `README.md` into the folder of a trained model; `results` is the content of `metrics.json`."""
     is_language = results["task"]["kind"] == CAUSAL_LM
@@ -87,14 +96,13 @@ def write_model_card(
         base_model=job.model,
         library_name="transformers" if job.method == "full" else "peft",
         pipeline_tag="text-generation" if is_language else "text-classification",
-        tags=["peft-surgical", job.method, *(["sft", "trl"] if is_language else [])],
+        tags=[TAG, job.method, *(["sft", "trl"] if is_language else [])],
         metrics=[name for name in metrics if name != "loss"],
     )
     columns = " and ".join(f"`{column}`" for column in task["text_columns"])
     wanted = f"the classes {', '.join(task['labels'])}" if task["labels"] else "an amount"
     aim = f"to write as in {columns}" if is_language else f"to tell {wanted} from {columns}"
     trained, total = results["parameters"]["trained"], results["parameters"]["total"]
-    layers = describe_layers(results)
     notes = ""
     if parts.optimistic:
         notes += "\n\n**The checkpoint was chosen on the rows it is measured on, so these numbers are too good.**"
@@ -118,7 +126,7 @@ def write_model_card(
 `{job.model}`, tuned by the method *{job.method}* ({METHODS[job.method].about}) {aim} of \
 `{job.data}`.
 
-Trained: {trained:,} of {total:,} parameters ({share(trained, total)}){f", in the layers: {layers}" if layers else ""}.
+Trained: {trained:,} of {total:,} parameters ({share(trained, total)}).
 
 ## Results
 
@@ -132,11 +140,7 @@ Measured on {evaluation["samples"]:,} rows: {evaluation["rows"]}.
 
 Trained on {training["samples"]:,} {training["rows"]}. {describe_selection(results)}{notes}
 
-## Use
-
-```python
-{_usage(job, task)}
-```
+{_use(Path(folder), job, task, model)}
 
 ## Exact configuration
 
@@ -146,7 +150,7 @@ Trained on {training["samples"]:,} {training["rows"]}. {describe_selection(resul
 
 Made with {", ".join(f"{name} {number}" for name, number in results["versions"].items())}.
 """
-    (Path(folder) / "README.md").write_text(text, encoding="utf-8")
+    (Path(folder) / CARD_FILE).write_text(text, encoding="utf-8")
 
 
 def share(part: float, whole: float) -> str:
@@ -204,26 +208,23 @@ def describe_layers(results: dict[str, Any]) -> str:
     return "; ".join(f"{stack} {', '.join(map(str, chosen))}" for stack, chosen in results["layers"].items())
 
 
-def _usage(job: TrainingJob, task: dict[str, Any]) -> str:
-    """Code that loads the model and asks it."""
-    labels, here = task["labels"], Path(job.output).resolve().name
+def _use(folder: Path, job: TrainingJob, task: dict[str, Any], model: nn.Module) -> str:
+    """The section with code that loads the model from its folder and asks it."""
     is_language = task["kind"] == CAUSAL_LM
-    kind = "AutoModelForCausalLM" if is_language else "AutoModelForSequenceClassification"
-    imports = f"from transformers import {kind}, AutoTokenizer"
+    base = place_of(job.model, folder)
+    source = "." if job.method == "full" or is_language else base
+    ask = f'tokenizer = AutoTokenizer.from_pretrained("{source}")\n'
+    ask += _ask_language(task) if is_language else _ask_classifier(task)
+    config = getattr(model, "peft_config", {}).get("default")
+    if isinstance(config, DeltaConfig):
+        return AdapterCard(folder, "default", type(unwrap(model))).section(config, ["AutoTokenizer"], ask)
+    kind = type(unwrap(model)).__name__
     if job.method == "full":
-        model = f'model = {kind}.from_pretrained("{here}")'
+        load = f'from transformers import {kind}, AutoTokenizer\n\nmodel = {kind}.from_pretrained(".")'
     else:
-        number = "" if is_language else f", num_labels={len(labels) or 1}"
-        imports = f"import peft_surgical  # makes the method known to PEFT\nfrom peft import PeftModel\n{imports}"
-        model = f'base = {kind}.from_pretrained("{job.model}"{number})\n'
-        model += f'model = PeftModel.from_pretrained(base, "{here}").eval()'
-    source = here if job.method == "full" or is_language else job.model
-    return f"""{imports}
-
-
-{model}
-tokenizer = AutoTokenizer.from_pretrained("{source}")
-{_ask_language(task) if is_language else _ask_classifier(task)}"""
+        number = "" if is_language else f", num_labels={len(task['labels']) or 1}"
+        load = loading_code(kind, base, method=None, options=number, tools=["AutoTokenizer"])
+    return f"## Load it\n\nIn the folder of this card:\n\n```python\n{load}\n{ask}\n```"
 
 
 def _ask_classifier(task: dict[str, Any]) -> str:

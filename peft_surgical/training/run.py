@@ -186,7 +186,7 @@ class TrainingRun:
             if self.job.method == "full":
                 self.prepared.tokenizer.save_pretrained(self.folder)
             (self.folder / "training_args.bin").unlink(missing_ok=True)
-            write_model_card(self.folder, self.job, self.prepared.parts, results, self.ranking)
+            write_model_card(self.folder, self.job, self.prepared.parts, results, self.ranking, self.model)
             write_json(self.folder / METRICS_FILE, results)
             if not self.job.keep_checkpoints:
                 shutil.rmtree(self.folder / CHECKPOINTS, ignore_errors=True)

@@ -318,11 +318,11 @@ def test_the_code_on_the_card_runs(job, tmp_path, monkeypatch, method, form, cap
     card = (tmp_path / "out" / "README.md").read_text()
     assert "pipeline_tag: text-generation" in card
     assert "## Answers" in card
-    monkeypatch.chdir(tmp_path)
+    monkeypatch.chdir(tmp_path / "out")
     scope: dict = {}
     code = re.search(r"```python\n(.*?)```", card, re.S).group(1)
     exec(code.replace("A question", "w1 w2").replace("Once upon a time", "w1 w2"), scope)
-    (row,) = predict("out", ["w1 w2"], max_new_tokens=64)
+    (row,) = predict(tmp_path / "out", ["w1 w2"], max_new_tokens=64)
     assert capsys.readouterr().out.strip() == row["answer"].strip()
 
 

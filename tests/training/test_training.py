@@ -429,14 +429,15 @@ def test_the_card_admits_a_choice_on_the_evaluation_rows(job, tmp_path):
     assert "so these numbers are too good" in (tmp_path / "out" / "README.md").read_text()
 
 
-@pytest.mark.parametrize("method", ["last", "full"])
+@pytest.mark.parametrize("method", ["last", "lora", "full"])
 def test_the_code_on_the_card_runs(job, tmp_path, monkeypatch, method, capsys):
     train(job(method=method))
     card = (tmp_path / "out" / "README.md").read_text()
-    monkeypatch.chdir(tmp_path)
+    monkeypatch.chdir(tmp_path / "out")
     scope: dict = {}
     exec(re.search(r"```python\n(.*?)```", card, re.S).group(1), scope)
     assert capsys.readouterr().out.strip() in LABELS
+    monkeypatch.chdir(tmp_path)
     tokenizer = load_tokenizer(str(tmp_path / "out") if method == "full" else scope["base"].config._name_or_path)
     ours = load_trained("out", json.loads(Path("out/job.json").read_text())["model"], LABELS, tokenizer)
     assert torch.equal(scope["logits"], ours(**tokenizer("A text", return_tensors="pt")).logits)
