@@ -145,13 +145,13 @@ class LayerRanking:
                 line += f"  {100 * (self.probability(layer, k) or 0):>6.0f} %"
             lines.append(line)
         if self.split_half_tau is not None:
-            lines += [
-                "",
-                f"Two halves of the samples agree on the order with Kendall's tau {self.split_half_tau:.2f}.",
-            ]
+            tau = f"{self.split_half_tau:.2f}"
+            lines += ["", f"Two halves of the samples agree on the order with Kendall's tau {tau}."]
         if self.head_tau is not None:
             heads = self.record.get("head_seeds", "several")
             lines += ["", f"{heads} newly drawn heads agree on the order with Kendall's tau {self.head_tau:.2f}."]
+        if self.intervals:
+            lines += ["", "A certain order is not a better choice of layers to tune: see docs/results.md."]
         return "\n".join(lines)
 
     def _score_name(self) -> str:

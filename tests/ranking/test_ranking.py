@@ -194,6 +194,8 @@ def test_the_table_and_the_plot(tmp_path):
     ranking = rank_layers(tiny_models.build("bert"), samples(), num_samples=12, progress=False)
     lines = str(ranking).splitlines()
     assert any(line.split() and line.split()[0] == "1" for line in lines)
+    assert lines[-1].startswith("A certain order is not a better choice")
+    assert "A certain order" not in str(LayerRanking("encoder", [1.0, 2.0]))
     ranking.plot(tmp_path / "ranking.png")
     assert (tmp_path / "ranking.png").read_bytes().startswith(b"\x89PNG")
 
