@@ -7,9 +7,10 @@ from __future__ import annotations
 import copy
 import importlib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -144,6 +145,10 @@ class Kind:
     given: Callable[[Path], Mapping[str, Any]] = lambda folder: {}
     load: Callable[..., Any] = load
     task: str | None = "CAUSAL_LM"
+    version: str | None = None  # at least
+
+    def import_or_skip(self) -> Any:
+        return pytest.importorskip(self.module, minversion=self.version)
 
 
 SAYS = {"max_completion_length": 4, "num_generations": 2}
@@ -168,7 +173,7 @@ KINDS = {
     "SDPOTrainer": Kind("trl.experimental.sdpo", prompts, {**SAYS, "teacher_model_kind": "base", **TOP}, **REWARDED),
     "Trainer": Kind("transformers", numbers),
     "Seq2SeqTrainer": Kind("transformers", numbers, load=load_seq2seq, task="SEQ_2_SEQ_LM"),
-    "SentenceTransformerTrainer": Kind("sentence_transformers", alike, load=load_bare, task=None),
+    "SentenceTransformerTrainer": Kind("sentence_transformers", alike, load=load_bare, task=None, version="6.2"),
 }
 
 
@@ -257,7 +262,7 @@ def plain_name(name: str) -> str:
 
 def make_trainer(case: Case, model: Any, folder: Path, output: Path, config: Any = None, **args: Any) -> Any:
     kind = case.kind
-    module, of_trl = pytest.importorskip(kind.module), kind.module.startswith("trl")
+    module, of_trl = kind.import_or_skip(), kind.module.startswith("trl")
     options: dict[str, Any] = {
         "output_dir": str(output), "max_steps": 2, "per_device_train_batch_size": 2, "learning_rate": 1e-2,
         "report_to": [], "use_cpu": True, "disable_tqdm": True, "save_strategy": "no", "logging_steps": 1,
@@ -470,7 +475,7 @@ BEST = [
 @pytest.mark.parametrize("method", NAMES)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.trainer}-{case.option}".replace("`", ""))
 def test_a_trainer_trains_what_is_meant_and_saves_it(case, method, bases, tmp_path):
-    pytest.importorskip(case.kind.module)
+    case.kind.import_or_skip()
     folder = bases / case.base
 
     def fresh() -> Any:
@@ -591,6 +596,25 @@ def test_a_config_for_inference_is_no_silent_training_of_nothing(method, bases, 
     trainer = make_trainer(case, load(bases / "plain"), bases / "plain", tmp_path, config_of(method, case))
     with pytest.warns(UserWarning, match="inference_mode"), pytest.raises(RuntimeError, match="does not require grad"):
         trainer.train()
+
+
+@pytest.mark.parametrize("method", NAMES)
+def test_what_trl_sends_to_vllm_is_the_merged_model(method, bases):
+    """vLLM is not needed to see which names and values it would get."""
+    generation = pytest.importorskip("trl.generation.vllm_generation").VLLMGeneration
+    case = Case("SFTTrainer", config={"modules_to_save": ["lm_head"]})
+    model = shake(get_peft_model(load(bases / "plain"), config_of(method, case)), "default")
+    sender = generation.__new__(generation)
+    sender.model = model
+    sender._dist = SimpleNamespace(is_fsdp=False, gather_params=lambda parameters: nullcontext())
+    before = outputs(model)
+    sent = {name: value.clone() for name, value in sender._iter_named_params()}
+    if method != "LORA":  # which takes away what it has added
+        assert torch.equal(outputs(model), before)
+    merged = dict(model.merge_and_unload().named_parameters())
+    assert sent.keys() == merged.keys()
+    for name, value in merged.items():
+        torch.testing.assert_close(sent[name], value, rtol=0, atol=1e-6 if method == "LORA" else 0)
 
 
 def table() -> str:
