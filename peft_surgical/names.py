@@ -24,6 +24,7 @@ CONTAINERS = (SURGICAL, STRATIFIED)
 # what wrappers of adapters, engines and compilation put into names
 RESERVED = {*CONTAINERS, OWN_TENSORS, *PREFIX.split("."), "base_layer", "_orig_mod", "modules_to_save"}
 RESERVED |= {"original_module", "token_adapter", "lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B"}
+_HOLDERS = ("base_layer", OWN_TENSORS, "original_module", "modules_to_save", "token_adapter")
 _BY_ENGINES = "_fsdp_wrapped_module|_checkpoint_wrapped_module"  # the state of a model is without these
 _ENGINE = re.compile(rf"(?:(?<=\.)|^)(?:{_BY_ENGINES})(?:\.|$)")
 _WRAPPER = re.compile(rf"(?:(?<=\.)|^)(?:{_BY_ENGINES}|_orig_mod)(?:\.|$)")
@@ -80,7 +81,7 @@ def without_engines(name: str) -> str:
 def base_path(path: str) -> str:
     """The path in the base of what a wrapper of adapters wraps, or of the layer that a `TunedInPlace` tunes."""
     parts = without_wrappers(path).removeprefix(PREFIX).split(".")
-    return ".".join(part for part in parts if part not in ("base_layer", OWN_TENSORS))
+    return ".".join(part for part in parts if part not in _HOLDERS)
 
 
 def as_in_file(name: str) -> str:

@@ -28,10 +28,12 @@ from peft_surgical.copies.tensors import TunedTensors
 from peft_surgical.distributed import engine_of
 from peft_surgical.layers import find_stacks
 from peft_surgical.methods.report import GradientWatch, is_anything_trained_before
+from peft_surgical.names import CONTAINERS
 
 
 logger = logging.getLogger(__name__)
 
+_WHOLE = (*CONTAINERS, "modules_to_save")  # what holds tensors that stand for the base's own
 _ON_EMBEDDINGS = ("make_inputs_require_grads", "make_inputs_require_grad")  # the hooks of transformers and PEFT
 
 
@@ -72,7 +74,8 @@ def warn_of_surprises(tuner: Any, frozen_on_purpose: Collection[str] = ()) -> No
     if for_inference and not any(parameter.requires_grad for parameter in tuner.model.parameters()):
         warnings.warn(
             f"The model is in training mode, but adapter {for_inference[0]!r} was loaded for inference, so that "
-            "nothing is trained. Load it with is_trainable=True, or call model.eval().",
+            "nothing is trained. Load it with is_trainable=True, give a config with inference_mode=False, or call "
+            "model.eval().",
             stacklevel=2,
         )
     if frozen := [name for name, parameter in declared.items() if not parameter.requires_grad]:
@@ -80,6 +83,15 @@ def warn_of_surprises(tuner: Any, frozen_on_purpose: Collection[str] = ()) -> No
             f"{len(frozen)} of the {len(declared)} tensors that the adapters {active} train are frozen, e.g. "
             f"{frozen[0]}: something froze them after the adapter was made, as prepare_model_for_kbit_training does. "
             f"Call it before, or model.set_requires_grad({active}) after it.",
+            stacklevel=2,
+        )
+    whole = {name: p.dtype for name, p in declared.items() if any(f".{part}." in name for part in _WHOLE)}
+    half = [name for name, dtype in whole.items() if dtype in (torch.float16, torch.bfloat16)]
+    if half and getattr(tuner.model, "is_quantized", False):
+        warnings.warn(
+            f"{len(half)} tensors that are trained whole on a quantised base are {whole[half[0]]}, where small steps "
+            f"are lost, e.g. {half[0]}. TRL's trainers round what they train to it. Undo that before training: "
+            "for p in trainer.model.parameters(): p.data = p.data.float() if p.requires_grad else p.data",
             stacklevel=2,
         )
     if engine_of(tuner.model) == "FSDP1":

@@ -12,7 +12,7 @@ from peft import TaskType
 from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 from torch import nn
 
-from peft_surgical.copies.select import bottom, own_tensor_names, token_embeddings
+from peft_surgical.copies.select import bottom, matches_any, own_tensor_names, token_embeddings
 from peft_surgical.files.base import base_tensors
 from peft_surgical.files.safetensors_io import TensorFile
 from peft_surgical.layers import find_stacks, unwrap
@@ -139,6 +139,45 @@ def _output_module(head: nn.Module, num_labels: int) -> str | None:
 # ---- embeddings of an adapter's own
 
 
+TRAINED_TOKENS = ".token_adapter.trainable_tokens_delta"
+"""How PEFT calls the embeddings of the tokens that `trainable_token_indices` names."""
+_WRAPPERS = ("", "base_layer.", "original_module.", "modules_to_save.", "token_adapter.base_layer.")
+
+
+def trained_rows(model: nn.Module, config: Any) -> dict[str, Sequence[int]]:
+    """The tokens that `trainable_token_indices` names, by the names in the base of the embeddings that hold them."""
+    indices = getattr(config, "trainable_token_indices", None)
+    named = indices if isinstance(indices, Mapping) else {"": indices} if indices is not None else {}
+    found = {_embeddings_name(model, end): tokens for end, tokens in named.items()}
+    return {name: tokens for name, tokens in found.items() if name is not None}
+
+
+def _embeddings_name(model: nn.Module, end: str = "") -> str | None:
+    """The name of the weights of the module whose path ends so; if none is given, of the embeddings of tokens."""
+    embeddings = None if end else token_embeddings(model)[0]
+    for path, module in model.named_modules():
+        if (path == end or path.endswith(f".{end}")) if end else module is embeddings:
+            return f"{without_wrappers(path)}.weight"
+    return None
+
+
+def check_trained_rows(model: nn.Module, config: Any, base: Mapping[str, torch.Tensor]) -> None:
+    """Check that the rows that are trained by themselves are trained wherever the weights are used, and only so."""
+    rows, embeddings = trained_rows(model, config), _embeddings_name(model)
+    for name in rows:
+        places = [other for other, tensor in base.items() if tensor is base[name]]
+        if whole := [place for place in places if matches_any(place, config.modules_to_save)]:
+            raise ValueError(
+                f"trainable_token_indices trains rows of {name}, and modules_to_save={config.modules_to_save!r} all "
+                f"of {whole[0]}, which is the same tensor: name it in one of the two."
+            )
+        if embeddings in places and embeddings not in rows:
+            raise ValueError(
+                f"trainable_token_indices={config.trainable_token_indices!r} trains rows of {name} alone, which "
+                f"shares its weights with {embeddings}: name the tokens as a list, and both are trained."
+            )
+
+
 def embedding_tensors(model: nn.Module) -> dict[str, str]:
     """The paths of the embeddings, which PEFT saves on demand or if resized, by their tensors' names in a file."""
     found: dict[str, str] = {}
@@ -148,8 +187,7 @@ def embedding_tensors(model: nn.Module) -> dict[str, str]:
                 path = without_wrappers(path).removeprefix(PREFIX)
                 inner = bottom(module.original_module if isinstance(module, AuxiliaryTrainingWrapper) else module)
                 for name in own_tensor_names(inner):
-                    # inside the wrapper of an adapter if they are tuned themselves
-                    for wrapper in ("", "base_layer.", "original_module."):
+                    for wrapper in _WRAPPERS:  # of an adapter, if they are tuned themselves
                         found[f"{PREFIX}{path}.{wrapper}{name}"] = path
     return found
 
@@ -163,15 +201,29 @@ def changed_embeddings(file: TensorFile, model: nn.Module, base: Mapping[str, to
     return list(found)
 
 
-def check_own(tensors: Mapping[str, torch.Tensor], model: nn.Module) -> None:
-    """Check that tensors, by their names in a file, are the base's own, which loading never changes."""
+def check_own(tensors: Mapping[str, torch.Tensor], model: nn.Module, config: Any) -> None:
+    """Check that tensors, by their names in a file, are the base's own, which loading never changes.
+
+    Those for which the adapter has its own count for nothing: of `modules_to_save`, and of the rows that it trains.
+    """
     base = base_tensors(unwrap(model)) if tensors else {}
+    rows = trained_rows(unwrap(model), config) if tensors else {}
+    trained = {id(base[name]): tokens for name, tokens in rows.items()}  # also of a head that shares the weights
     for name, tensor in tensors.items():
-        own = base.get(base_path(name))
+        path, is_rows, _ = name.partition(TRAINED_TOKENS)
+        in_base = base_path(f"{path}.weight" if is_rows else name)
+        own = base.get(in_base)
+        tokens = trained.get(id(own))
+        if matches_any(in_base, config.modules_to_save) or (is_rows and tokens):
+            continue
+        if tokens and own is not None and tensor.shape == own.shape:
+            untrained = [*set(range(len(own))).difference(tokens)]
+            tensor, own = tensor[untrained], own[untrained]
         if own is None or not is_same(tensor, own):
             raise ValueError(
                 f"{name!r} belongs to the base, where it has other values, and loading never changes the base. Name "
-                "its module in modules_to_save (or extra_modules), so that it becomes the adapter's."
+                "its module in modules_to_save (or extra_modules), or the rows in trainable_token_indices, to make "
+                "it the adapter's."
             )
 
 

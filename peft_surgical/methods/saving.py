@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -12,7 +12,7 @@ from peft.utils.other import ModulesToSaveWrapper
 from torch import nn
 
 from peft_surgical.copies.module import TunedModule
-from peft_surgical.copies.select import original_tensor, token_embeddings
+from peft_surgical.copies.select import original_tensor
 from peft_surgical.distributed import engine_of, rank, whole_weights
 from peft_surgical.files.adapter import decode_tensors, encode_tensor, is_encoded, touched_names
 from peft_surgical.files.base import base_tensors, check_base, with_vocabulary
@@ -26,29 +26,9 @@ from peft_surgical.files.check import (
 )
 from peft_surgical.files.safetensors_io import TensorFile
 from peft_surgical.layers import unwrap
-from peft_surgical.methods.heads import check_own, embedding_tensors, head_shapes
+from peft_surgical.methods.heads import TRAINED_TOKENS, check_own, embedding_tensors, head_shapes, trained_rows
 from peft_surgical.methods.wrappers import take_out_unfilled
 from peft_surgical.names import PREFIX, as_attribute, as_in_file, without_engines, without_wrappers
-
-
-TRAINED_TOKENS = ".token_adapter.trainable_tokens_delta"
-"""How PEFT calls the embeddings of the tokens that `trainable_token_indices` names."""
-
-
-def token_shapes(
-    model: nn.Module, indices: Sequence[int] | Mapping[str, Sequence[int]] | None
-) -> dict[str, torch.Size]:
-    """The shapes of the trained embeddings of tokens, by their names in a file; none if several layers are named."""
-    if indices is None or (isinstance(indices, Mapping) and len(indices) > 1):
-        return {}  # of tied layers PEFT saves one
-    [(name, tokens)] = indices.items() if isinstance(indices, Mapping) else [(None, indices)]
-    embeddings = token_embeddings(model)[0]
-    for path, module in model.named_modules():
-        if (module is embeddings) if name is None else (path == name or path.endswith(f".{name}")):
-            return {
-                f"{PREFIX}{without_wrappers(path)}{TRAINED_TOKENS}": torch.Size((len(tokens), module.weight.shape[1]))
-            }
-    return {}
 
 
 def prefix_of_peft_model(names: Iterable[str]) -> str:
@@ -98,7 +78,11 @@ class SavedState(BaseTuner):
         labels = (config.labels or {}).get("num_labels", of_base), of_base
         for name, shape in head_shapes(model, config.modules_to_save or [], *labels).items():
             shapes[f"{PREFIX}{without_wrappers(name)}"] = shape
-        return {**shapes, **token_shapes(model, config.trainable_token_indices)}
+        rows, base = trained_rows(model, config), base_tensors(model)
+        for name, tokens in rows.items() if len(rows) == 1 else ():  # of tied layers PEFT saves one
+            key = f"{PREFIX}{name.removesuffix('.weight')}{TRAINED_TOKENS}"
+            shapes[key] = torch.Size((len(tokens), base[name].shape[1]))
+        return shapes
 
     def _is_known_tensor(self, config: Any, model: nn.Module) -> Callable[[str], bool]:
         """Tells which tensors an adapter's file may hold besides the expected ones."""
@@ -114,7 +98,7 @@ class SavedState(BaseTuner):
         bases = {name.in_file: tensors[name.in_base] for _, name in copies if name.in_base in tensors}
         state = read_state(file, bases)
         others = embedding_tensors(model).keys() - expected.keys()
-        check_own({name: state.pop(name) for name in list(state) if name in others}, model)
+        check_own({name: state.pop(name) for name in list(state) if name in others}, model, config)
         config.hold(state)
 
     @classmethod
@@ -200,7 +184,7 @@ class SavedState(BaseTuner):
             is_known=lambda name: name in biases or may_be_saved_along(name),
         )
         others = {name: tensor for name, tensor in remapped.items() if name not in live and name not in biases}
-        check_own(others, model)
+        check_own(others, model, config)
         remapped = {name: tensor for name, tensor in remapped.items() if name not in others}
         config.forget_saved_names()
         config._is_unfilled = False

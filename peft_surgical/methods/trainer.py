@@ -97,7 +97,8 @@ class BestAdapterCallback(TrainerCallback):
     """Loads the best checkpoint's adapters at the end of a `Trainer` run with `load_best_model_at_end=True`.
 
     PEFT saves an adapter that is not called "default" in a folder of its own, where `Trainer` does not look for it: it
-    says that it could not locate the best model, and goes on with the last one.
+    says that it could not locate the best model, and goes on with the last one. So does `SentenceTransformerTrainer`
+    with any adapter inside its model.
 
     Raises:
         FileNotFoundError: At the end of training, if the best checkpoint has no active adapter of the model.
@@ -111,8 +112,8 @@ class BestAdapterCallback(TrainerCallback):
         checkpoint = state.best_model_checkpoint
         if not args.load_best_model_at_end or checkpoint is None:
             return
-        peft_model: Any = getattr(model, "module", model)
-        if not isinstance(peft_model, PeftModel):
+        peft_model = next((part for part in model.modules() if isinstance(part, PeftModel)), None)
+        if peft_model is None:
             return
         for name in peft_model.active_adapters:
             folder = checkpoint if name == "default" else os.path.join(checkpoint, name)

@@ -27,6 +27,7 @@ from peft_surgical.methods.combine import add_weighted_adapter
 from peft_surgical.methods.heads import (
     apply_label_settings,
     changed_embeddings,
+    check_trained_rows,
     head_names,
     label_settings,
     resize_heads,
@@ -66,6 +67,7 @@ class DeltaTuner(SavedState, BaseTuner):
         along = changed_embeddings(file, model, base) if file is not None else []
         heads = [*(peft_config.modules_to_save or []), *head_names(model, peft_config.task_type), *along]
         peft_config.modules_to_save = list(dict.fromkeys(heads)) or None
+        check_trained_rows(model, peft_config, base)
         peft_config.resolution = shared_once(self._resolve(peft_config, model), model)
         tensors = self._touched_tensors(peft_config, model)
         heads = [m for path, m in model.named_modules() if path and matches_any(path, peft_config.modules_to_save)]

@@ -194,3 +194,16 @@ def test_D10_layers_without_values_are_refused_by_name():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert model.training is False
+
+
+@methods
+def test_whole_weights_that_were_rounded_on_a_quantised_base_are_told(method):
+    """As TRL's trainers round them; `training/test_trainers.py` shows it on a base in 4 bits."""
+    model = make(method, "llama", [1, 2]).train()
+    model(**batch("llama"))  # nothing to tell
+    model.get_base_model().is_quantized = True
+    for parameter in model.parameters():
+        parameter.data = parameter.data.bfloat16() if parameter.requires_grad else parameter.data
+    model.set_adapter("default")  # looks again
+    with pytest.warns(UserWarning, match="bfloat16, where small steps are lost"):
+        model(**batch("llama"))

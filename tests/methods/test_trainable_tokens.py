@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
-from adapters import METHODS, make_config, outputs, save
+from adapters import METHODS, make_config, outputs, save, shake
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
-from tiny_models import batch, build
+from tiny_models import VOCABULARY, batch, build
 from torch import nn
+from transformers import AutoModelForCausalLM
 
 
 NAMES = [*METHODS, "LORA"]
@@ -93,3 +96,67 @@ def test_another_number_of_tokens_in_the_file_is_refused(method, tmp_path):
     base = build("llama")
     with pytest.raises((ValueError, RuntimeError), match="trainable_tokens_delta"):
         PeftModel.from_pretrained(base, folder)
+
+
+ADDED = list(range(VOCABULARY, VOCABULARY + 5))
+OF_RESIZED = [
+    {"modules_to_save": ["lm_head"]},
+    {"modules_to_save": ["embed_tokens"]},
+    {"trainable_token_indices": ADDED},
+    {"trainable_token_indices": {"embed_tokens": ADDED}, "modules_to_save": ["lm_head"]},
+]
+
+
+@pytest.mark.parametrize(
+    ("options", "tied"), [(options, tied) for options in OF_RESIZED for tied in (False, True)][:-1]
+)
+def test_what_is_trained_of_a_larger_vocabulary_loads_onto_rows_drawn_anew(options, tied, tmp_path):
+    """PEFT then saves all that lies in the embeddings' wrappers too; its own LoRA is the control."""
+    build("llama", tie_word_embeddings=tied).save_pretrained(tmp_path / "base")
+
+    def base(seed: int):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+        model.resize_token_embeddings(VOCABULARY + 5, mean_resizing=False)
+        return model
+
+    assert not torch.equal(base(1).get_input_embeddings().weight, base(2).get_input_embeddings().weight)
+    for method in NAMES:
+        given = copy.deepcopy(options)
+        model = get_peft_model(base(1), config(method, [1, 3], given.pop("trainable_token_indices", None), **given))
+        train(model)
+        folder = save(shake(model, "default").eval(), tmp_path / method)
+        loaded = PeftModel.from_pretrained(base(2), folder).eval()
+        ids = torch.tensor([ADDED, TOKENS + [1, 2]])
+        assert torch.equal(loaded(ids).logits, model(ids).logits), method
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tokens": TOKENS, "modules_to_save": ["embed_tokens"]}, "all of model.embed_tokens.weight"),
+        ({"tokens": TOKENS, "modules_to_save": ["lm_head"]}, "all of lm_head.weight, which is the same tensor"),
+        ({"tokens": {"lm_head": TOKENS}}, "shares its weights with model.embed_tokens.weight"),
+    ],
+)
+@pytest.mark.parametrize("method", METHODS)
+def test_rows_of_shared_weights_are_trained_in_all_places_or_in_none(method, options, message):
+    """LoRA's adapters of the first two cannot be loaded, and of the third merge into other answers."""
+    base = build("llama", tie_word_embeddings=True)
+    base.tie_weights()
+    with pytest.raises(ValueError, match=message):
+        get_peft_model(base, config(method, [3], **options))
+    assert not any("token_adapter" in name for name, _ in base.named_modules())
+
+
+def test_added_rows_that_are_not_trained_must_be_the_bases_own(tmp_path):
+    build("llama").save_pretrained(tmp_path / "base")
+    bases = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        bases.append(AutoModelForCausalLM.from_pretrained(tmp_path / "base"))
+        bases[-1].resize_token_embeddings(VOCABULARY + 5, mean_resizing=False)
+    model = get_peft_model(bases[0], config("SURGICAL", [3], ADDED[:-1]))
+    folder = save(model, tmp_path / "adapter")
+    with pytest.raises(ValueError, match="or the rows in trainable_token_indices"):
+        PeftModel.from_pretrained(bases[1], folder)
