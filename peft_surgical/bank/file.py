@@ -158,7 +158,7 @@ class BaseIndex:
         folder = Path(source) if os.path.isdir(source) else download(os.fspath(source), ["adapter_*"])
         config, present_name = read_config(folder)
         with naming_adapter(config):
-            _refuse_changes_of_the_base(config)
+            _refuse_what_no_swap_undoes(config)
         file = TaskFile(folder / SAFETENSORS_WEIGHTS_NAME, present_name)
         if isinstance(config, DeltaConfig):
             config.take_header(file.header, file.path)
@@ -244,7 +244,9 @@ class BaseIndex:
         return {}
 
 
-def _refuse_changes_of_the_base(config: PeftConfig) -> None:
+def _refuse_what_no_swap_undoes(config: PeftConfig) -> None:
+    if getattr(config, "trainable_token_indices", None):
+        raise ValueError("A DeltaBank does not take trainable_token_indices. Load it with PeftModel, or merge it.")
     method = "kasa" if getattr(config, "kasa_config", None) else getattr(config, "init_lora_weights", None)
     if isinstance(method, str) and method.lower().startswith(CHANGES_BASE):
         raise ValueError(

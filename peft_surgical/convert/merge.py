@@ -63,7 +63,8 @@ def merge_checkpoint(
         raise ValueError(f"output={str(output)!r} is the base itself, which a merge never writes to.")
     with naming_adapter(saved.config):
         model = merged_model(before, saved)
-        if saved.config.peft_type == "SURGICAL":
+        has_rows = getattr(saved.config, "trainable_token_indices", None)  # parts of a tensor, which PEFT merges
+        if saved.config.peft_type == "SURGICAL" and not has_rows:
             merge = _Merge(ModelTensors(before, model), _from_file(saved))
             check_adapter(saved, merge.old)
         else:

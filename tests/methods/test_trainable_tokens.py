@@ -13,6 +13,8 @@ from tiny_models import VOCABULARY, batch, build
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from peft_surgical import DeltaBank, merge_checkpoint
+
 
 NAMES = [*METHODS, "LORA"]
 TOKENS = [3, 5, 7]
@@ -160,3 +162,19 @@ def test_added_rows_that_are_not_trained_must_be_the_bases_own(tmp_path):
     folder = save(model, tmp_path / "adapter")
     with pytest.raises(ValueError, match="or the rows in trainable_token_indices"):
         PeftModel.from_pretrained(bases[1], folder)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("method", METHODS)
+def test_trained_rows_merge_into_a_checkpoint_and_are_refused_by_a_bank(method, tied, tmp_path):
+    base = build("llama", tie_word_embeddings=tied)
+    base.save_pretrained(tmp_path / "base")
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), config(method, [3], TOKENS))
+    folder = save(shake(model, "default").eval(), tmp_path / "adapter")
+    merge_checkpoint(tmp_path / "base", folder, tmp_path / "merged")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    assert not torch.equal(merged.model.embed_tokens.weight, base.model.embed_tokens.weight)
+    assert torch.equal(merged(torch.tensor([TOKENS])).logits, model.merge_and_unload()(torch.tensor([TOKENS])).logits)
+    bank = DeltaBank(base)
+    with pytest.raises(ValueError, match="A DeltaBank does not take trainable_token_indices"):
+        bank.add("task", folder)
