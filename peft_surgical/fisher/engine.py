@@ -20,6 +20,7 @@ from peft_surgical.fisher.guard import DependsOnBatch, Guard, one_at_a_time
 from peft_surgical.fisher.listen import GradientListener, NotFinite, Unusual
 from peft_surgical.fisher.model_state import layer_parameters
 from peft_surgical.fisher.objective import (
+    LossObjective,
     Objective,
     Rows,
     TaskObjective,
@@ -94,11 +95,13 @@ class Runner:
 
     def rows(self, batch: Batch, objective: Objective | None = None) -> Rows:
         """What is to be differentiated, whether it depends on the layers or not."""
-        batch = batch.to(self.device)
-        return (objective or self.objective)(self.forward(batch), batch)
+        batch, objective = batch.to(self.device), objective or self.objective
+        return objective(None if isinstance(objective, LossObjective) else self.forward(batch), batch)
 
     def alone(self, batch: Batch, n: int) -> Batch:
         """Sample number n of a batch by itself, without padding."""
+        if isinstance(self.objective, LossObjective):
+            return batch
         return padded_right(batch.select(n, n + 1), self.names)
 
     def checked_rows(self, batch: Batch) -> Rows:
@@ -106,7 +109,7 @@ class Runner:
         rows = self.rows(batch)
         check_values(rows.values, batch)
         if not rows.values.requires_grad:
-            raise ValueError(no_gradient(self.model))
+            raise ValueError(no_gradient(self.model, self.objective))
         return rows
 
 
@@ -265,7 +268,9 @@ class LoopEngine(Engine):
         queue, parameters = SquareQueue(), [p for group in sums.parameters for p in group.values()]
         for p in parameters:
             if not p.is_floating_point() or p.is_meta:
-                raise ValueError("engine='loop' needs the weights as numbers on a device. Use engine='hooks'.")
+                raise ValueError(
+                    "Plain autograd (engine='loop', or a loss of one's own) needs weights as numbers on a device."
+                )
             p.requires_grad_()
         values, counts = self.runner.checked_rows(sample)
         sums.start(1)

@@ -22,7 +22,7 @@ from peft_surgical.fisher.listen import GradientListener
 from peft_surgical.fisher.objective import Rows, TaskObjective, row_gradients
 from peft_surgical.fisher.squares import widen
 from peft_surgical.fisher.targets import HookTarget, Targets
-from peft_surgical.fisher.tasks import IGNORED, NEXT_TOKENS, TOKENS
+from peft_surgical.fisher.tasks import IGNORED, NEXT_TOKENS, TOKENS, NoLikelihood
 
 
 logger = logging.getLogger(__name__)
@@ -261,10 +261,11 @@ def agree_with_loss(runner: Any, batches: Sequence[Batch]) -> TaskObjective:
     off = {id(o): abs(found - loss) / max(abs(loss), 1e-6) for o, found in ours}
     best = min((o for o, _ in ours), key=lambda o: off[id(o)])
     if off[id(best)] > 0.02:
-        raise ValueError(
+        raise NoLikelihood(
             f"{type(runner.model).__name__} computes a loss of {loss:.4f} for a sample whose labels have a negative "
             f"log-likelihood of {ours[0][1]:.4f} on average: its loss is another one. Give log_likelihood=, a "
-            "function (outputs, batch) -> (N,), for what you train with; verify=False takes the likelihood as it is."
+            "function (outputs, batch) -> (N,), or 'loss' for the model's own, a sample at a time; verify=False takes "
+            "the likelihood as it is."
         )
     if best.reader is not objective.reader:
         logger.info("Where the labels stand was told from the loss of %s.", type(runner.model).__name__)

@@ -16,7 +16,7 @@ from peft_surgical.distributed import gather
 from peft_surgical.fisher.batches import Batch
 from peft_surgical.fisher.engine import FisherTask, HookEngine, LoopEngine, Progress
 from peft_surgical.fisher.model_state import untouched
-from peft_surgical.fisher.objective import Objective, no_gradient
+from peft_surgical.fisher.objective import LossObjective, Objective, no_gradient
 from peft_surgical.fisher.sums import TensorFisher
 from peft_surgical.layers import Layer, unwrap
 
@@ -66,7 +66,8 @@ def layer_fisher(
     _check_data(task)
     with untouched(task.model, seed):
         groups = choose_groups(task, engine)
-        job = (LoopEngine if engine == "loop" else HookEngine)(task, list(batches))
+        loop = engine == "loop" or isinstance(objective, LossObjective)
+        job = (LoopEngine if loop else HookEngine)(task, list(batches))
         found = job.measure(groups, progress or Progress())
     _check_results(task, found)
     return FisherMeasurement(found, job.samples, job.counts, job.name, len(groups))
@@ -134,4 +135,4 @@ def _check_results(task: FisherTask, found: list[dict[str, TensorFisher]]) -> No
             if not math.isfinite(tensor.trace):
                 raise ValueError(f"The squared gradients of {layer.path}.{name} overflow. Measure in float32.")
     if not any(tensor.trace for tensors in found for tensor in tensors.values()):
-        raise ValueError(no_gradient(task.model))
+        raise ValueError(no_gradient(task.model, task.objective))

@@ -21,6 +21,8 @@ from peft_surgical.fisher.rules import is_packed_linear
 from peft_surgical.layers import Layer
 
 
+Place = tuple[nn.Module, str, nn.Parameter]
+
 _LARGEST_BUFFER = 2**20
 """Entries of a buffer up to which its contents are copied, to be put back if a forward pass writes to them."""
 
@@ -30,8 +32,7 @@ def untouched(model: nn.Module, seed: int = 0) -> Iterator[None]:
     """A context for measuring: evaluation mode, nothing requires a gradient, adapters off, no caches, global random
     numbers from the seed; all put back. A `ValueError` if an adapter is merged into the base."""
     modules = list(model.modules())
-    # by place: a module with offloaded weights has other parameter objects after each call
-    parameters = [(m, name, p) for m in modules for name, p in m._parameters.items() if p is not None]
+    parameters = _by_place(modules)
     stack = ExitStack()
     try:
         # what is entered first is put back last: switching adapters back on changes what requires a gradient
@@ -43,18 +44,37 @@ def untouched(model: nn.Module, seed: int = 0) -> Iterator[None]:
         stack.enter_context(_no_cache(modules))
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
-        for module in modules:
-            # in evaluation bitsandbytes packs 4-bit weights for the CPU, for good and without a backward pass
-            training = hasattr(module._parameters.get("weight"), "quant_state")
-            if module.training != training:
-                module.training = training
-        for _, _, parameter in parameters:
-            if parameter.requires_grad:
-                parameter.requires_grad_(False)
+        _freeze(modules, parameters)
         yield
     finally:
         with _uninterrupted():
             stack.close()
+
+
+@contextmanager
+def at_rest(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """A context in which modules beside the model are in evaluation mode and nothing of them requires a gradient;
+    these and their buffers are put back."""
+    parameters = _by_place(modules)
+    with _same_flags(modules, parameters), _same_buffers(modules):
+        _freeze(modules, parameters)
+        yield
+
+
+def _by_place(modules: Sequence[nn.Module]) -> list[Place]:
+    """The parameters by their place: a module with offloaded weights has other parameter objects after each call."""
+    return [(m, name, p) for m in modules for name, p in m._parameters.items() if p is not None]
+
+
+def _freeze(modules: Sequence[nn.Module], parameters: Sequence[Place]) -> None:
+    for module in modules:
+        # in evaluation bitsandbytes packs 4-bit weights for the CPU, for good and without a backward pass
+        training = hasattr(module._parameters.get("weight"), "quant_state")
+        if module.training != training:
+            module.training = training
+    for _, _, parameter in parameters:
+        if parameter.requires_grad:
+            parameter.requires_grad_(False)
 
 
 @contextmanager
@@ -88,9 +108,7 @@ def _remove_hooks(modules: Sequence[nn.Module]) -> None:
 
 
 @contextmanager
-def _same_flags(
-    modules: Sequence[nn.Module], parameters: Sequence[tuple[nn.Module, str, nn.Parameter]]
-) -> Iterator[None]:
+def _same_flags(modules: Sequence[nn.Module], parameters: Sequence[Place]) -> Iterator[None]:
     training = [module.training for module in modules]
     requiring = [parameter.requires_grad for _, _, parameter in parameters]
     try:

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from transformers import set_seed
 
 from peft_surgical.fisher.batches import Batch
 from peft_surgical.fisher.tasks import IGNORED, Distribution, TaskReader, find_reader
@@ -27,14 +28,20 @@ from peft_surgical.layers import find_stacks, unwrap
 
 
 LABEL_MODES = ("given", "sampled", "exact")
-UNITS = ("sequence", "token")
+UNITS = ("sequence", "token", "batch")
 
 MAX_EXACT_ROWS = 128
 """Backward passes to a batch up to which exact labels are computed."""
 
 
-def no_gradient(model: nn.Module) -> str:
+def no_gradient(model: nn.Module, objective: Objective | None = None) -> str:
     """Why no layer gets a gradient, as far as the weights tell."""
+    if isinstance(objective, LossObjective) and not objective.of_batches:
+        return (
+            "No layer gets a gradient from the loss of one sample by itself. If it compares the samples of a batch "
+            "with one another (in-batch negatives, as in CLIP or MultipleNegativesRankingLoss), it is nothing on one: "
+            "rank by whole batches, with unit='batch'. Else autograd sees no way from it to these layers."
+        )
     layers = [layer.module for stack in find_stacks(model).values() for layer in stack.layers]
     inside = {id(p) for layer in layers for p in layer.parameters()}
     outside = [(name, p) for name, p in model.named_parameters() if id(p) not in inside and p.dim() > 1]
@@ -84,7 +91,7 @@ class TaskObjective:
         if labels is not None and labels.shape != distribution.shape:
             raise ValueError(
                 f"The labels have the shape {tuple(labels.shape)}, the outputs {tuple(distribution.shape)} (classes "
-                "aside). Give log_likelihood=, a function (outputs, batch) -> (N,)."
+                "aside). Give log_likelihood=, a function (outputs, batch) -> (N,), or 'loss' for the model's own."
             )
         valid = self._valid(distribution, labels, batch)
         values = self._values(distribution, labels, valid, batch)  # (K, N, S)
@@ -174,7 +181,7 @@ def make_objective(
     unit: str = "sequence",
     draws: int = 1,
     seed: int = 0,
-    log_likelihood: Callable[[Any, Mapping[str, Any]], Tensor] | None = None,
+    log_likelihood: Callable[[Any, Mapping[str, Any]], Tensor] | str | None = None,
     ignore_index: int = IGNORED,
 ) -> Objective:
     """The objective of the task that a model's class tells, or of the user's own `log_likelihood`."""
@@ -185,6 +192,8 @@ def make_objective(
     if not isinstance(draws, int) or draws < 1 or (draws > 1 and labels != "sampled"):
         raise ValueError(f"draws={draws!r} with labels={labels!r}; allowed are integers from 1 on, with 'sampled'.")
     if log_likelihood is not None:
+        if not callable(log_likelihood):
+            raise ValueError(f"log_likelihood={log_likelihood!r}; allowed are a function (outputs, batch) and 'loss'.")
         if labels != "given" or unit != "sequence":
             raise ValueError(
                 f"log_likelihood= says itself what is differentiated, so labels={labels!r} and unit={unit!r} have no "
@@ -207,6 +216,49 @@ class _UserObjective:
                 f"for each, of shape ({len(batch)},), not their sum or mean."
             )
         return Rows(values[None], torch.ones(len(batch)))
+
+
+@dataclass
+class LossObjective:
+    """A loss, the model's own or a trainer's, that is computed for one sample at a time, with random numbers that
+    depend on the seed and the sample's number alone."""
+
+    loss: Callable[[Batch], Any]
+    model: nn.Module
+    seed: int = 0
+    of_batches: bool = False  # a sample is a whole batch
+
+    def __call__(self, outputs: None, batch: Batch) -> Rows:
+        (sample,) = batch.index
+        set_seed(self.seed + sample)
+        try:
+            loss = self.loss(batch)
+        except (TypeError, ValueError, RuntimeError, LookupError, AttributeError, NotImplementedError) as error:
+            raise ValueError(
+                f"The loss of sample {sample} of the draw by itself cannot be computed, of the columns "
+                f"{sorted(map(str, batch.inputs))}: {type(error).__name__}: {error}"
+            ) from error
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+            raise ValueError(f"The loss of sample {sample} of the draw is {shape}; needed is one number.")
+        if loss.is_leaf and loss.requires_grad:
+            loss = _written_out(loss, [p for p in self.model.parameters() if p.requires_grad])
+        return Rows(-loss.reshape(1, 1), torch.ones(1))
+
+
+def _written_out(loss: Tensor, parameters: Sequence[nn.Parameter]) -> Tensor:
+    """A loss that hides the parameters, since its backward pass runs others (GradCache, as in sentence-transformers'
+    `Cached...Loss`), as a function of the parameters with the same gradient."""
+    kept = [p.grad for p in parameters]
+    try:
+        for p in parameters:
+            p.grad = None
+        loss.backward()
+        terms = [((p - p.detach()) * p.grad).sum().to(loss) for p in parameters if p.grad is not None]
+    finally:
+        for p, grad in zip(parameters, kept, strict=True):
+            p.grad = grad
+    return sum(terms, loss.detach())
 
 
 def row_gradients(values: Tensor, parameters: Sequence[nn.Parameter]) -> Iterator[tuple[Tensor | None, ...]]:

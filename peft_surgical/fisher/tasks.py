@@ -22,6 +22,10 @@ IGNORED = -100
 """The label of a slot without one."""
 
 
+class NoLikelihood(ValueError):
+    """A task's log p(y|x) is not known, or is not what the model's own loss is made of."""
+
+
 class Distribution(ABC):
     """The distribution of a batch's labels, N samples with S slots."""
 
@@ -155,7 +159,7 @@ def find_reader(model: nn.Module) -> TaskReader:
         return TaskReader(_read_classes, _class_slots)
     if config is None:
         return TaskReader(_read_classes, _class_slots)
-    raise ValueError(
+    raise NoLikelihood(
         f"{name} has no head for a known task, so log p(y|x) is not defined. Use a model with a head, such as "
         "AutoModelForSequenceClassification, or give log_likelihood=, a function (outputs, batch) -> (N,)."
     )
@@ -184,7 +188,7 @@ def _read_classes(outputs: Any, batch: Batch) -> Distribution:
     if logits.shape[:-1] != (len(batch),):
         raise ValueError(
             f"The logits have shape {tuple(logits.shape)} for {len(batch)} samples; needed is ({len(batch)}, "
-            "classes). Give log_likelihood=, a function (outputs, batch) -> (N,)."
+            "classes). Give log_likelihood=, a function (outputs, batch) -> (N,), or 'loss' for the model's own."
         )
     return Categorical(logits[:, None])
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
 from itertools import combinations
 from typing import Any
@@ -12,19 +12,19 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from peft_surgical.distributed import check_not_prepared, check_same_weights, gather, rank, world_size
-from peft_surgical.fisher.batches import Batch, draw_batches
-from peft_surgical.fisher.engine import FisherTask, Progress, Runner
-from peft_surgical.fisher.guard import agree_with_loss
-from peft_surgical.fisher.model_state import same_random_numbers, untouched
-from peft_surgical.fisher.objective import make_objective
+from peft_surgical.distributed import check_not_prepared, check_same_weights, gather, rank
+from peft_surgical.fisher.batches import Batch
+from peft_surgical.fisher.engine import Progress
+from peft_surgical.fisher.model_state import at_rest, same_random_numbers
+from peft_surgical.fisher.objective import LossObjective
 from peft_surgical.layers import Stack, choose_stack, unwrap
 from peft_surgical.ranking.ranking import LayerRanking, estimate_uncertainty, kendall_tau
+from peft_surgical.ranking.samples import read_samples, read_trainer
 from peft_surgical.ranking.scores import AGGREGATIONS, LayerScores, Score, ScoreRequest, find_score
 
 
 def rank_layers(
-    model: nn.Module,
+    model: Any,
     data: Any = None,
     *,
     num_samples: int = 100,
@@ -38,7 +38,7 @@ def rank_layers(
     progress: bool = True,
     unit: str = "sequence",
     draws: int = 1,
-    log_likelihood: Callable[[Any, Mapping[str, Any]], Tensor] | None = None,
+    log_likelihood: Callable[[Any, Mapping[str, Any]], Tensor] | str | None = None,
     head_inits: int = 0,
     engine: str = "auto",
     ignore_index: int = -100,
@@ -50,9 +50,12 @@ def rank_layers(
     The model is left as it was in every respect. Of a `PeftModel` the base is ranked.
 
     Args:
-        model: The model, with the task's head.
-        data: A `datasets.Dataset`, a sequence of feature dicts, or a `DataLoader`. Not needed for `"last"`, `"first"`,
-            `"alternate"`, `"random"` and `"snr"`. Where the length is known, samples are drawn at random.
+        model: The model, with the task's head; or a trainer (`Trainer`, TRL's, `SentenceTransformerTrainer`), which
+            has its own data, collator and loss and is left as it was, too.
+        data: A `datasets.Dataset`, a sequence or an iterable of samples, or a `DataLoader`, of batches. A sample is a
+            dict of features or a pair (x, y): x is what the model's forward takes first, or a dict, y the labels. Not
+            needed for `"last"`, `"first"`, `"alternate"`, `"random"` and `"snr"`. Where the length is known, samples
+            are drawn at random.
         num_samples: How many samples are read, at most.
         score: `"fisher"`, `"grad_norm"`, `"rgn"`, `"snr"`, `"last"`, `"first"`, `"alternate"`, `"random"`, or one
             added by `register_score`.
@@ -66,14 +69,17 @@ def rank_layers(
         stack: Name of the stack of layers, for models that have several.
         progress: Whether to show a progress bar.
         unit: `"sequence"`: a sample's log-likelihood is the sum over its labelled tokens. `"token"`: each labelled
-            token is a sample, with a backward pass for each position.
+            token is a sample, with a backward pass for each position. `"batch"`: a whole batch is a sample, of
+            `batch_size` rows or as the trainer's or the `DataLoader` makes it; for losses that compare samples.
         draws: Labels drawn for each sample if they are sampled.
-        log_likelihood: What to differentiate in place of the task's log p(y|x): `(outputs, batch) -> (N,)`.
+        log_likelihood: What to differentiate in place of the task's log p(y|x): `(outputs, batch) -> (N,)`. Or
+            `"loss"`: the loss that the trainer or the model computes of a sample by itself. So it is by default where
+            a trainer's loss is not log p(y|x), and for a model whose head is of no known task.
         head_inits: Average over so many freshly initialized heads. A head that was not trained makes part of the
             gradient random; the ranking then tells how far the order depends on it. 0 keeps the model's head.
         engine: How the Fisher is computed: as many layers at a time as fit in memory (`"auto"`), all layers in one
             pass over the samples (`"hooks"`), a pass for each layer (`"layer_major"`), or plain autograd for each
-            sample (`"loop"`). The scores are the same.
+            sample (`"loop"`). The scores are the same. A loss is always differentiated by the last.
         ignore_index: The label of tokens without one. What `attention_mask` hides never counts as a label nor as
             context; for data without a mask whose labels hold the padding token, give that token.
         verify: Whether to check one sample, on one module of each kind, against plain autograd on the sample alone.
@@ -85,7 +91,7 @@ def rank_layers(
 
     Raises:
         ValueError: An option is unknown; the model has several stacks and none is named; the data lack labels; a
-            gradient is not finite, or no layer gets one.
+            gradient is not finite, or no layer gets one, as from a loss that compares samples, of one of them.
         TypeError: The data are of another kind.
 
     Example:
@@ -101,38 +107,31 @@ def rank_layers(
     head_inits = head_inits if head_seeds is None else head_seeds
     if aggregation not in AGGREGATIONS:
         raise ValueError(f"aggregation={aggregation!r} is unknown; allowed are {', '.join(map(repr, AGGREGATIONS))}.")
+    training = read_trainer(model)
+    if training is not None and (data is not None or data_collator is not None):
+        raise ValueError("A trainer has its own data and collator. Rank it alone, or trainer.model with other data.")
+    model = model if training is None else training.model
     check_not_prepared(model, "rank_layers", but_for="DDP")
     check_same_weights(model)
     base, layers = unwrap(model), choose_stack(model, stack)
     record = _record(base, score, chosen, seed=seed)
-    batches: list[Batch] = []
-    objective = None
-    if chosen.needs_data:
-        if data is None:
-            raise ValueError(f"score={score!r} needs data: rank_layers(model, data, ...).")
-        objective = make_objective(
-            base, labels=labels, unit=unit, draws=draws, seed=seed, log_likelihood=log_likelihood,
-            ignore_index=ignore_index,
-        )  # fmt: skip
-        drawn = draw_batches(
-            data,
-            base,
-            num_samples=num_samples,
-            batch_size=batch_size,
-            data_collator=data_collator,
-            seed=seed,
-            rank=rank(),
-            world_size=world_size(),
-        )
-        with same_random_numbers(base.parameters(), seed), torch.inference_mode(False):
-            batches = list(drawn)
-        if log_likelihood is None and verify:
-            with untouched(base, seed):
-                objective = agree_with_loss(Runner(FisherTask(base, layers.layers, objective)), batches)
-        record |= {"labels": labels if log_likelihood is None else "log_likelihood", "aggregation": aggregation}
-        record |= {"unit": unit, "draws": draws, "head_seeds": head_inits}
-    request = ScoreRequest(base, layers.layers, batches, objective, aggregation, seed, engine, verify=verify)
-    results = list(_score(request, chosen, head_inits, progress))
+    with nullcontext() if training is None else at_rest(training.other_modules()):
+        batches: list[Batch] = []
+        objective = None
+        if chosen.needs_data:
+            if data is None and training is None:
+                raise ValueError(f"score={score!r} needs data: rank_layers(model, data, ...).")
+            objective, batches = read_samples(
+                base, layers.layers, data, training, labels=labels, unit=unit, draws=draws, seed=seed,
+                log_likelihood=log_likelihood, ignore_index=ignore_index, verify=verify, num_samples=num_samples,
+                batch_size=batch_size, data_collator=data_collator,
+            )  # fmt: skip
+            own = "log_likelihood" if log_likelihood is not None else labels
+            record |= {"labels": "loss" if isinstance(objective, LossObjective) else own, "aggregation": aggregation}
+            record |= {"unit": unit, "draws": draws, "head_seeds": head_inits}
+        verify = verify and not isinstance(objective, LossObjective)
+        request = ScoreRequest(base, layers.layers, batches, objective, aggregation, seed, engine, verify=verify)
+        results = list(_score(request, chosen, head_inits, progress))
     ranking = _make_ranking(layers, results, record, seed)
     return gather(ranking)[0]  # the same on all processes, to the last bit
 

@@ -15,7 +15,7 @@ from peft_surgical.fisher.engine import FisherTask, Progress, Runner
 from peft_surgical.fisher.guard import independent
 from peft_surgical.fisher.measure import FisherMeasurement, layer_fisher
 from peft_surgical.fisher.model_state import layer_parameters, untouched
-from peft_surgical.fisher.objective import Objective
+from peft_surgical.fisher.objective import Objective, no_gradient
 from peft_surgical.fisher.sums import TensorFisher
 from peft_surgical.layers import Layer
 
@@ -250,7 +250,10 @@ def _mean_gradient_norms(request: ScoreRequest) -> list[tuple[float, float]]:
             request.progress.advance(len(batch))
     count = float(all_reduce(divisor))
     sums = iter([all_reduce(t) / count for t in total])
-    return [(_norm([next(sums) for _ in group]), _norm([p.detach() for p in group.values()])) for group in groups]
+    norms = [(_norm([next(sums) for _ in group]), _norm([p.detach() for p in group.values()])) for group in groups]
+    if not any(norm for norm, _ in norms):
+        raise ValueError(no_gradient(request.model, request.objective))
+    return norms
 
 
 def _norm(tensors: Sequence[Tensor]) -> float:

@@ -9,7 +9,8 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
 from transformers import default_data_collator
 
-from peft_surgical.fisher.batches import Batch, PadRight, draw_batches, padded_right, token_lengths
+from peft_surgical.fisher.batches import Batch, PadRight, padded_right, token_lengths
+from peft_surgical.fisher.draw import draw_batches
 
 
 MODEL = tiny_models.build("bert")
@@ -166,8 +167,8 @@ class _Counting(IterableDataset):
     ("data", "options", "error", "message"),
     [
         ([], {}, ValueError, "no samples"),
-        ("text", {}, TypeError, "data is a str; allowed are a datasets.Dataset, a sequence of feature dicts"),
-        (iter(ROWS), {}, TypeError, "Wrap an iterable in a DataLoader"),
+        ("text", {}, TypeError, "data is a str; allowed are a datasets.Dataset, a sequence or an iterable"),
+        (5, {}, TypeError, "data is a int; allowed are"),
         (ROWS, {"num_samples": 0}, ValueError, "num_samples=0; allowed are integers from 1 on"),
         (ROWS, {"batch_size": -1}, ValueError, "batch_size=-1"),
         (DataLoader(_Counting(), collate_fn=lambda rows: rows), {}, TypeError, "A batch is a list; needed is a dict"),

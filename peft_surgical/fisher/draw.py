@@ -1,0 +1,222 @@
+"""From whatever data a user has to batches of a known number of samples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
+
+from peft_surgical.fisher.batches import LABELS, Batch, PadRight, forward_names, is_numeric, padded_right, with_names
+
+
+Collator = Callable[[list[Any]], Mapping[str, Any]]
+
+
+def draw_batches(
+    data: Any,
+    model: nn.Module,
+    *,
+    num_samples: int,
+    batch_size: int = 16,
+    data_collator: Collator | None = None,
+    seed: int = 0,
+    rank: int = 0,
+    world_size: int = 1,
+    prepared: bool = False,
+) -> Iterator[Batch]:
+    """Draw samples and put them in batches of like length, that of the longest first, padded on the right.
+
+    Samples are drawn at random where the length of the data is known. Any other loader is read in its own order and
+    batches, no further than needed. Each process gets a part. Samples that a batch packs end to end are in batches of
+    their own. The collator of `prepared` data gets all columns.
+    """
+    if isinstance(data, DataLoader) and not _only_walks(data):
+        _check_positive(num_samples=num_samples)
+        yield from _read_loader(data, model, num_samples, rank, world_size)
+        return
+    rows, collate, drawn = _draw(data, model, num_samples, batch_size, data_collator, seed)
+    names = forward_names(model)
+    features = [(i, _feature(rows[place], model, prepared)) for i, place in enumerate(drawn)]
+    features.sort(key=lambda pair: _length(pair[1]), reverse=True)
+    features = features[rank::world_size]
+
+    def batch(part: Sequence[tuple[int, Any]]) -> Batch:
+        return Batch(_named(collate([f for _, f in part]), model), tuple(i for i, _ in part))
+
+    for first in range(0, len(features), batch_size):
+        part = features[first : first + batch_size]
+        together = batch(part)
+        packed = len(part) > 1 and _find_packed(together.inputs, len(part))
+        yield from (padded_right(b, names) for b in ([batch([one]) for one in part] if packed else [together]))
+
+
+def draw_apart(
+    data: Any,
+    model: nn.Module,
+    *,
+    num_samples: int,
+    rows: int | None = None,
+    data_collator: Collator | None = None,
+    seed: int = 0,
+    rank: int = 0,
+    world_size: int = 1,
+    prepared: bool = False,
+) -> Iterator[Batch]:
+    """Draw samples, each a batch of its own, for a loss that is computed for one sample at a time.
+
+    With a number of `rows` a whole batch is one sample: of so many rows, or as a loader makes it. `prepared` data are
+    a trainer's: their batches are taken as they come, with all columns and padding.
+    """
+    if isinstance(data, DataLoader) and (rows or not _only_walks(data)):
+        _check_positive(num_samples=num_samples)
+        split = world_size > 1 and _is_split(data)
+        for number, inputs in enumerate(data if split else islice(data, num_samples)):
+            own = rank + world_size * number if split else number
+            if own >= num_samples:
+                return
+            if rows is None and (count := _count_samples(_named(inputs, model))) > 1:
+                raise ValueError(
+                    f"The DataLoader gives {count} samples at a time, and the loss is that of one sample by itself. "
+                    "Give it batch_size=1, or rank by whole batches with unit='batch'."
+                )
+            if split or number % world_size == rank:
+                yield _apart(inputs, own, model, rows is not None, prepared)
+        return
+    features, collate, drawn = _draw(data, model, num_samples * (rows or 1), rows or 1, data_collator, seed)
+    groups = [drawn[first : first + (rows or 1)] for first in range(0, len(drawn), rows or 1)]
+    if len(groups) > 1 and len(groups[-1]) < len(groups[0]):
+        groups.pop()
+    for number in range(rank, len(groups), world_size):
+        inputs = collate([_feature(features[place], model, prepared) for place in groups[number]])
+        yield _apart(inputs, number, model, rows is not None, prepared)
+
+
+def _apart(inputs: Any, number: int, model: nn.Module, whole: bool, prepared: bool) -> Batch:
+    if prepared and isinstance(inputs, Mapping):
+        return Batch(dict(inputs), (number,))
+    batch = Batch(_named(inputs, model), (number,))
+    return batch if whole else padded_right(batch, forward_names(model))
+
+
+def _draw(
+    data: Any, model: nn.Module, num_samples: int, batch_size: int, collator: Collator | None, seed: int
+) -> tuple[Any, Collator, list[int]]:
+    """Rows, what makes a batch of them, and the places of those that are drawn."""
+    _check_positive(num_samples=num_samples, batch_size=batch_size)
+    if isinstance(data, DataLoader):
+        data, collator = data.dataset, data.collate_fn
+    has_places = hasattr(data, "__getitem__") and hasattr(data, "__len__")
+    if isinstance(data, (str, bytes, Mapping)) or not (has_places or isinstance(data, Iterable)):
+        raise TypeError(
+            f"data is a {type(data).__name__}; allowed are a datasets.Dataset, a sequence or an iterable of feature "
+            "dicts or of pairs (x, y), each a sample, or a DataLoader, whose items are batches."
+        )
+    if not has_places:
+        data = list(islice(data, num_samples))
+    if not len(data):
+        raise ValueError("data holds no samples.")
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.randperm(len(data), generator=generator)[:num_samples].tolist()
+    return data, collator or PadRight(model), drawn
+
+
+def _check_positive(**numbers: int) -> None:
+    for name, value in numbers.items():
+        if not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name}={value!r}; allowed are integers from 1 on.")
+
+
+def _feature(row: Any, model: nn.Module, prepared: bool) -> Any:
+    """A row as a collator gets it, without the columns that the model's forward does not take."""
+    if not isinstance(row, Mapping) or prepared:
+        return dict(row) if isinstance(row, Mapping) else row
+    names = forward_names(model)
+    kept = {k: v for k, v in row.items() if names is None or k in names or k in LABELS}
+    if not kept:
+        raise ValueError(
+            f"A sample has the columns {sorted(row)}, and the model's forward takes none of them: it takes "
+            f"{sorted(names or ())}. Tokenize the data first, or rename the columns."
+        )
+    return kept
+
+
+def _length(feature: Any) -> int:
+    if not isinstance(feature, Mapping):
+        return 0
+    for name in ("attention_mask", "input_ids"):
+        value = feature.get(name)
+        if value is not None and is_numeric(value):
+            value = torch.as_tensor(value)
+            return int(value.sum()) if name == "attention_mask" else value.shape[-1] if value.dim() else 0
+    return 0
+
+
+def _named(inputs: Any, model: nn.Module) -> dict[str, Any]:
+    """The columns of a batch by name. A pair is taken for the input and the labels."""
+    if isinstance(inputs, (tuple, list)) and all(isinstance(x, (Tensor, Mapping)) for x in inputs):
+        inputs = with_names(inputs, model)
+    if not isinstance(inputs, Mapping):
+        raise TypeError(
+            f"A batch is a {type(inputs).__name__}; needed is a dict of tensors, so that the columns have names, or a "
+            "pair of tensors (inputs, labels). Give a collate_fn or data_collator that returns one."
+        )
+    named = dict(inputs)
+    for name in ("label", "label_ids"):
+        if name in named and "labels" not in named:
+            named["labels"] = named.pop(name)
+    return named
+
+
+def _find_packed(inputs: Mapping[str, Any], samples: int) -> str | None:
+    """The name of a tensor whose first dimension does not run over the samples, such as the patches of all images."""
+    return next((k for k, v in inputs.items() if isinstance(v, Tensor) and v.dim() and len(v) != samples), None)
+
+
+def _count_samples(inputs: Mapping[str, Any]) -> int:
+    sizes = {k: len(v) for k, v in inputs.items() if isinstance(v, Tensor) and v.dim()}
+    return next((sizes[k] for k in ("labels", "input_ids", *sizes) if k in sizes), 0)
+
+
+def _only_walks(loader: DataLoader) -> bool:
+    """Whether a loader only goes through its data, so that samples can be drawn from the data itself."""
+    return (
+        isinstance(loader.dataset, Sized)
+        and hasattr(loader.dataset, "__getitem__")
+        and type(loader) is DataLoader
+        and type(loader.batch_sampler) is BatchSampler
+        and type(loader.sampler) in (SequentialSampler, RandomSampler)
+    )
+
+
+def _is_split(loader: Iterable[Any]) -> bool:
+    """Whether a loader gives each process batches of its own."""
+    return type(loader) is not DataLoader or type(getattr(loader, "sampler", None)).__name__ == "DistributedSampler"
+
+
+def _read_loader(loader: Iterable[Any], model: nn.Module, num_samples: int, rank: int, world: int) -> Iterator[Batch]:
+    """Read a loader in its order. One that is not split among processes is split here, batch by batch."""
+    split = _is_split(loader)
+    seen, names = 0, forward_names(model)
+    if world > 1 and split:
+        num_samples = num_samples // world + (rank < num_samples % world)
+    for number, inputs in enumerate(loader):
+        inputs = _named(inputs, model)
+        whole = _count_samples(inputs)
+        packed = _find_packed(inputs, whole)
+        if whole > 1 and packed:
+            raise ValueError(
+                f"The DataLoader gives {whole} samples with {len(inputs[packed])} rows of {packed}, and nothing tells "
+                "whose they are. Give it batch_size=1."
+            )
+        size = min(whole, num_samples - seen)
+        offset, stride = (rank, world) if split else (0, 1)
+        index = tuple(offset + stride * (seen + i) for i in range(whole))
+        if split or number % world == rank:
+            yield padded_right(Batch(inputs, index).select(0, size), names)
+        seen += size
+        if seen >= num_samples:
+            return
