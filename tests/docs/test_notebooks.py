@@ -32,7 +32,7 @@ def run_cells(notebook: Path, folder: Path) -> None:
     sys.modules["IPython.display"] = types.SimpleNamespace(Image=lambda path, **_: Path(path).read_bytes())  # type: ignore
     tempfile.tempdir = str(folder)
     code = "\n".join(source for source, _ in cells_of(notebook))
-    code, replaced = re.subn(r"^ROWS = \d+", "ROWS = 24", code, flags=re.MULTILINE)
+    code, replaced = re.subn(r"^ROWS = \d+", "ROWS = 12", code, flags=re.MULTILINE)
     assert replaced == 1
     exec(compile(code, notebook.name, "exec"), {"__name__": "__main__"})
 
