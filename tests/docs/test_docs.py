@@ -85,7 +85,7 @@ def save_checkpoint(folder: Path, layers: int) -> None:
 
 def save_models_of_recipes(folder: Path) -> None:
     """The checkpoints that the recipes name: a decoder, an encoder of sentences, one of images, one of speech."""
-    save_language_model(folder / "google/gemma-3-270m", "gemma3", hidden_size=64, intermediate_size=64)
+    save_language_model(folder / "google/gemma-3-270m", "gemma3", hidden_size=64, head_dim=32, intermediate_size=64)
     save_checkpoint(folder / "sentence-transformers/all-MiniLM-L6-v2", layers=6)
     vit = tiny_models.build("vit", bare=True, num_hidden_layers=12)
     vit.save_pretrained(folder / "google/vit-base-patch16-224-in21k")
