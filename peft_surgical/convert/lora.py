@@ -74,7 +74,7 @@ def approximate_lora(
     tensors: dict[str, torch.Tensor] = {}
     paths: set[str] = set()
     left_out: list[str] = []
-    norms: dict[str, tuple[float, float]] = {}  # by layer, of what LoRA lacks and of the whole difference
+    norms: dict[tuple[str, int], tuple[float, float]] = {}  # by layer, of what LoRA lacks and of the whole difference
     transposed = False
     for entry in saved.entries:
         own = old.get(entry.name) if entry.is_copy else None
@@ -96,15 +96,18 @@ def approximate_lora(
         else:
             left_out.append(entry.name)
         _, stack, layer, _ = places[entry.name]
-        name = path if layer is None else f"{stack} {layer}"
-        lost, whole = norms.get(name, (0.0, 0.0))
-        norms[name] = math.hypot(lost, float(lacking.norm())), math.hypot(whole, float(delta.norm()))
+        place = (path, -1) if stack is None or layer is None else (stack, layer)
+        lost, whole = norms.get(place, (0.0, 0.0))
+        norms[place] = math.hypot(lost, float(lacking.norm())), math.hypot(whole, float(delta.norm()))
     if not paths:
         raise ValueError(f"{saved.source} changed no matrix of a linear module, which is all that LoRA adds to.")
     config = LoraConfig(r=rank, lora_alpha=rank, target_modules=sorted(paths), fan_in_fan_out=transposed)
     config.base_model_name_or_path = saved.config.base_model_name_or_path
     nbytes = write_beside(saved, Path(output), config, tensors)
-    errors = {name: lost / whole if whole else 0.0 for name, (lost, whole) in norms.items()}
+    errors = {
+        name if layer < 0 else f"{name} {layer}": lost / whole if whole else 0.0
+        for (name, layer), (lost, whole) in sorted(norms.items())
+    }
     return LoraApproximation(rank, errors, left_out, nbytes)
 
 
