@@ -57,8 +57,8 @@ def approximate_lora(
         base: The base that it was trained on; by default the one that its config names.
 
     Raises:
-        ValueError: The adapter is not a SURGICAL one, changed no matrix of a linear module, the rank is below 1, a file
-            is damaged, or the base is another one.
+        ValueError: The adapter is not a SURGICAL one, changed no matrix of a linear module, the rank is below 1, a
+            file is damaged, or the base is another one.
     """
     saved = open_adapter(adapter)
     if saved.config.peft_type != "SURGICAL":
