@@ -85,7 +85,8 @@ def approximate_lora(
         path, _, key = entry.name.rpartition(".")
         module = old.model.get_submodule(path)
         lacking = delta = difference(trained, own)
-        if key == "weight" and isinstance(module, nn.Linear | Conv1D):
+        # not their subclasses: of MultiheadAttention's own kind only the weight is used, and LoRA would do nothing
+        if key == "weight" and type(module) in (nn.Linear, Conv1D):
             paths.add(path)
             is_transposed = isinstance(module, Conv1D)
             transposed = transposed or is_transposed

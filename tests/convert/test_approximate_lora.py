@@ -77,7 +77,7 @@ def test_encoded_adapters_are_decoded_first(encoding, tmp_path):
     assert all(error < 1e-5 for error in found.errors.values())
 
 
-def test_a_whole_layer_of_a_mixture_of_experts_leaves_its_experts_out(tmp_path):
+def test_fused_experts_of_a_layer_are_left_out(tmp_path):
     shaken(tmp_path, "mixtral", layers=[1])
     found = approximate_lora(tmp_path / "delta", tmp_path / "lora", 16)
     loaded = PeftModel.from_pretrained(build("mixtral"), tmp_path / "lora").eval()
@@ -85,7 +85,8 @@ def test_a_whole_layer_of_a_mixture_of_experts_leaves_its_experts_out(tmp_path):
         assert torch.isfinite(loaded(**batch("mixtral")).loss)
     (error,) = found.errors.values()
     assert 0 < error < 1
-    assert any("experts" in name for name in found.left_out)
+    fused = any(name.endswith("gate_up_proj") for name in build("mixtral").state_dict())  # since transformers 5
+    assert any("experts" in name for name in found.left_out) == fused
 
 
 def test_what_cannot_be_approximated_is_refused_and_nothing_written(tmp_path):
