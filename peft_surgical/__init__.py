@@ -4,6 +4,7 @@ from peft_surgical.bank import BankStats, DeltaBank
 from peft_surgical.convert.convert import convert_adapter, distil_scales, export_lora
 from peft_surgical.convert.diff import diff_checkpoints
 from peft_surgical.convert.inspect import compare_adapters, inspect_adapter
+from peft_surgical.convert.lora import approximate_lora
 from peft_surgical.convert.merge import merge_checkpoint
 from peft_surgical.distributed import shard_by_layer
 from peft_surgical.layers import find_stacks, resolve_layers
@@ -28,6 +29,7 @@ __all__ = [
     "StratifiedModel",
     "SurgicalConfig",
     "SurgicalModel",
+    "approximate_lora",
     "compare_adapters",
     "compare_rankings",
     "convert_adapter",

@@ -86,15 +86,25 @@ def convert(
 
 def export(
     console: Console,
-    adapter: Annotated[str, typer.Argument(help="The STRATIFIED adapter: a folder, or its name on the hub.")],
+    adapter: Adapter,
     output: Output,
     head: Annotated[bool, typer.Option("--head", help="Include the head: for PEFT itself, not for servers.")] = False,
+    rank: Annotated[int | None, typer.Option(help="Of the LoRA that a SURGICAL adapter is cut to.")] = None,
+    base: Annotated[str | None, typer.Option(help="With --rank: the base, if not where the config says.")] = None,
 ) -> None:
-    """Write the LoRA part of a STRATIFIED adapter alone, for servers that take nothing else."""
+    """Write a LoRA adapter for servers that take nothing else: a STRATIFIED adapter's own, or one near a SURGICAL."""
     from peft_surgical.convert.convert import export_lora
+    from peft_surgical.convert.lora import approximate_lora
 
     check_writable("--output", output)
-    left_out = export_lora(adapter, output, head=head)
+    if rank is None:
+        left_out = export_lora(adapter, output, head=head)
+    elif head:
+        raise ValueError("--head goes with the LoRA part of a STRATIFIED adapter, without --rank.")
+    else:
+        found = approximate_lora(adapter, output, rank, base=base)
+        console.print(str(found), markup=False, soft_wrap=True)
+        left_out = found.left_out
     for name in left_out:
         console.print(f"left out: {name}", markup=False)
     console.print(f"Saved {output}; {len(left_out)} tensors are left out")

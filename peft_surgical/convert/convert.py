@@ -59,7 +59,7 @@ def convert_adapter(
     for entry in tqdm(saved.entries, "Converting", disable=not progress):
         own = old.get(entry.name) if entry.is_copy else None
         tensors.update(encode_tensor(entry.key, saved.decode(entry, own), own, encoding))
-    return _write(saved, output, config, tensors)
+    return write_beside(saved, output, config, tensors)
 
 
 def export_lora(adapter: str | os.PathLike, output: str | os.PathLike, *, head: bool = False) -> list[str]:
@@ -81,7 +81,8 @@ def export_lora(adapter: str | os.PathLike, output: str | os.PathLike, *, head: 
     if saved.config.peft_type != "STRATIFIED":
         raise ValueError(
             f"{saved.source} is a {method_of(saved.config)} adapter; only STRATIFIED ones have a LoRA part to "
-            "export. merge_checkpoint writes a whole checkpoint, which every server takes."
+            "export. merge_checkpoint writes a whole checkpoint, which every server takes; approximate_lora (--rank) "
+            "a LoRA adapter that comes near."
         )
     taken = [entry for entry in saved.entries if ".lora_" in entry.key and not entry.is_copy]
     others = [entry for entry in saved.entries if not entry.is_copy and entry not in taken] if head else []
@@ -94,7 +95,7 @@ def export_lora(adapter: str | os.PathLike, output: str | os.PathLike, *, head: 
     if not others:  # by the task type alone, PEFT would look for the head's tensors
         config.modules_to_save = config.task_type = None
     kept = [*taken, *others]
-    _write(saved, output, config, {entry.key: saved.file[entry.key] for entry in kept})
+    write_beside(saved, output, config, {entry.key: saved.file[entry.key] for entry in kept})
     return [entry.name for entry in saved.entries if entry not in kept]
 
 
@@ -106,7 +107,7 @@ def base_of(saved: AdapterFile, base: str | os.PathLike | None = None) -> Checkp
     return Checkpoint(source)
 
 
-def _write(
+def write_beside(
     saved: AdapterFile, output: str | os.PathLike, config: PeftConfig, tensors: Mapping[str, torch.Tensor]
 ) -> int:
     """Write an adapter that is made from another; gives the size of its tensors in bytes."""

@@ -20,6 +20,7 @@ import torch
 import transformers
 import typer
 from peft import get_peft_model
+from tiny_chat import save_language_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 import peft_surgical
@@ -29,6 +30,13 @@ from peft_surgical import SurgicalConfig
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))]
 CHECKPOINT = "google-bert/bert-base-cased"
+RECIPES = {  # page -> the packages that it needs beside those of the tests
+    "chat": ["trl"],
+    "dpo": ["trl"],
+    "reward": ["trl"],
+    "embeddings": ["sentence_transformers"],
+    "quantised": ["bitsandbytes"],
+}
 WORDS = "a the film was good bad dull fine not very plot cast and but i liked hated it".split()
 
 _CODE = re.compile(r"^( *)(?:```python[^\n]*\n(.*?)^ *```|<!-- test\n(.*?)^ *-->)", re.MULTILINE | re.DOTALL)
@@ -75,6 +83,21 @@ def save_checkpoint(folder: Path, layers: int) -> None:
     tiny_models.build("bert", bare=True, num_hidden_layers=layers).save_pretrained(folder)
 
 
+def save_models_of_recipes(folder: Path) -> None:
+    """The checkpoints that the recipes name: a decoder, an encoder of sentences, one of images, one of speech."""
+    save_language_model(folder / "google/gemma-3-270m", "gemma3", hidden_size=64, head_dim=32, intermediate_size=64)
+    save_checkpoint(folder / "sentence-transformers/all-MiniLM-L6-v2", layers=6)
+    vit = tiny_models.build("vit", bare=True, num_hidden_layers=12)
+    vit.save_pretrained(folder / "google/vit-base-patch16-224-in21k")
+    torch.manual_seed(0)
+    small = {"hidden_size": 16, "num_hidden_layers": 6, "num_attention_heads": 2, "intermediate_size": 32}
+    convolutions = {"conv_dim": [8, 8], "conv_stride": [4, 20], "conv_kernel": [8, 40], "num_conv_pos_embeddings": 8}
+    config = transformers.Wav2Vec2Config(
+        **small, **convolutions, num_conv_pos_embedding_groups=2, classifier_proj_size=8, mask_time_prob=0.0
+    )
+    transformers.Wav2Vec2Model(config).save_pretrained(folder / "facebook/wav2vec2-base")
+
+
 def make_dataset(tokenizer: Any, rows: int, seed: int) -> datasets.Dataset:
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(3, 9, (rows,), generator=generator).tolist()
@@ -116,7 +139,11 @@ def namespace(tmp_path, monkeypatch) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if code_of(page).strip()], ids=page_id)
-def test_code_samples_run(page, namespace):
+def test_code_samples_run(page, namespace, tmp_path):
+    if page.parent.name == "recipes":
+        for package in RECIPES.get(page.stem, []):
+            pytest.importorskip(package)
+        save_models_of_recipes(tmp_path)
     exec(compile(code_of(page), str(page), "exec"), namespace)
 
 

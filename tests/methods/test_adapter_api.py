@@ -9,6 +9,7 @@ import subprocess
 import sys
 import warnings
 
+import peft
 import pytest
 import torch
 import transformers
@@ -229,6 +230,20 @@ def test_transformers_loads_the_adapter_by_itself(method, family, tmp_path):
     base = build(family)
     base.load_adapter(str(path))
     assert torch.equal(outputs(base.eval(), family), outputs(model, family))
+
+
+@cases
+def test_transformers_adds_an_adapter_by_itself(method, family):
+    model, config = build(family), make_config(method, family, [1, 2])
+    try:
+        model.add_adapter(config)
+    except ValueError as error:
+        if "use a version >=" not in str(error):
+            raise
+        pytest.skip(f"transformers {transformers.__version__} does not take PEFT {peft.__version__}: {error}")
+    added = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    wrapped = get_peft_model(build(family), config).base_model.model
+    assert added == {name for name, parameter in wrapped.named_parameters() if parameter.requires_grad}
 
 
 @cases
