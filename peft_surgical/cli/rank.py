@@ -17,6 +17,7 @@ from peft_surgical.training.options import check_writable
 JOB_FIELDS = frozenset(
     {"model", "data", "subset", "encoding", "text_columns", "label_column", "task", "max_length", "samples", "score"}
     | {"fisher_labels", "aggregation", "head_seeds", "stack", "batch_size", "dtype", "seed"}
+    | {"chat_template", "assistant_only_loss", "load_in_4bit"}
 )
 
 

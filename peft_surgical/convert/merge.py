@@ -16,7 +16,7 @@ from accelerate.utils import convert_file_size_to_int
 from peft import PeftModel
 from torch import nn
 from tqdm import tqdm
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoTokenizer
 
 from peft_surgical.files.adapter import AdapterFile, touched_names
 from peft_surgical.files.base import check_base
@@ -77,6 +77,8 @@ def merge_checkpoint(
         merge.write(aside, dtype, size, progress)
         for path in before.side_files():
             shutil.copy(path, aside / path.name)
+        if Path(saved.folder, "tokenizer_config.json").is_file():  # of the run, with its chat template and its tokens
+            AutoTokenizer.from_pretrained(saved.folder).save_pretrained(aside)
     return model
 
 

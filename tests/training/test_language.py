@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from typer.testing import CliRunner
 
 import peft_surgical.training.prepare as prepare_module
-from peft_surgical import LayerRanking, SurgicalConfig, rank_layers
+from peft_surgical import LayerRanking, SurgicalConfig, merge_checkpoint, rank_layers
 from peft_surgical.cli import app
 from peft_surgical.training import TrainingJob, TrainingRun, evaluate, predict, train
 
@@ -240,7 +240,7 @@ def test_the_layers_are_ranked_on_the_tokens_that_are_learnt(job, data):
         for row in Dataset.from_parquet(str(data["messages"] / "train.parquet"))
     ]
     model = AutoModelForCausalLM.from_pretrained(asked.model)
-    theirs = rank_layers(model, rows, num_score="fisher", samples=1000, batch_size=1, progress=False)
+    theirs = rank_layers(model, rows, num_samples=1000, batch_size=1, progress=False)
     assert ours.scores == pytest.approx(theirs.scores, rel=1e-4)
 
 
@@ -381,7 +381,7 @@ def test_instructions_are_plain_text_for_a_tokenizer_without_a_chat_template(job
     assert len(list(predict(asked.output, ["w1 w2"], max_new_tokens=3))) == 1
 
 
-def test_a_chat_template_can_be_given_and_goes_along(job, tmp_path):
+def test_a_chat_template_can_be_given_and_goes_along(job, tmp_path, run):
     plain = save_language_model(tmp_path / "plain", template=None)
     with pytest.raises(ValueError, match="has no chat template, and the rows are chats. .*--chat-template FILE"):
         train(job(model=str(plain)))
@@ -392,6 +392,10 @@ def test_a_chat_template_can_be_given_and_goes_along(job, tmp_path):
     theirs = train(job(max_steps=1, output=str(tmp_path / "b")))
     assert ours["evaluation"] == theirs["evaluation"]
     assert AutoTokenizer.from_pretrained(asked.output).chat_template == TEMPLATE
+    merge_checkpoint(plain, asked.output, tmp_path / "merged")
+    assert AutoTokenizer.from_pretrained(tmp_path / "merged").chat_template == TEMPLATE
+    given = ("--model", plain, "--data", asked.data, "--chat-template", tmp_path / "chat.jinja")
+    assert "layers of layers" in run("rank", *given, "--assistant-only-loss", "--samples", 4)
 
 
 def test_a_temperature_draws_by_the_seed(job):
