@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -136,9 +137,10 @@ def make_language_trainer(
 
 def encode_language(job: TrainingJob, model: Any, tokenizer: Any, rows: Dataset) -> tuple[Dataset, Any]:
     """The rows as tokens with labels, each by itself, as they are trained on; and what pads them into a batch."""
-    arguments = {"output_dir": job.output, "report_to": [], "bf16": False, "packing": False, "disable_tqdm": True}
+    arguments = {"report_to": [], "bf16": False, "packing": False, "disable_tqdm": True}
     arguments |= {"use_cpu": this_process().device.type == "cpu"}
-    trainer = make_language_trainer(job, model, tokenizer, arguments, rows)
+    with tempfile.TemporaryDirectory() as folder:  # a trainer makes one
+        trainer = make_language_trainer(job, model, tokenizer, {**arguments, "output_dir": folder}, rows)
     vars(model).pop("forward", None)  # TRL's own, with a fused head
     return trainer.train_dataset.select_columns(["input_ids", "labels"]), trainer.data_collator
 
