@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from importlib.metadata import version
+from typing import Annotated
+
 import typer
 
 from peft_surgical.cli import adapters, checkpoints, demo, evaluate, predict, rank, train
@@ -11,12 +14,26 @@ from peft_surgical.training.job import job_options
 
 app = typer.Typer(
     name="peft-surgical",
-    help="Fine-tune only the layers that matter, and keep what changed in a small file.",
     no_args_is_help=True,
     rich_markup_mode="markdown",
     pretty_exceptions_show_locals=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        typer.echo(version("peft-surgical"))
+        raise typer.Exit
+
+
+@app.callback()
+def _command(
+    version: Annotated[bool, typer.Option("--version", help="Show the version.", callback=_show_version)] = False,
+) -> None:
+    """Fine-tune only the layers that matter, and keep what changed in a small file."""
+
+
 for name, command in {
     "rank": as_command(rank.rank, rank.JOB_FIELDS),
     "train": as_command(train.train, job_options()),

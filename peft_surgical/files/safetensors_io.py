@@ -20,6 +20,7 @@ import numpy as np
 import psutil
 import torch
 from huggingface_hub import snapshot_download, split_torch_state_dict_into_shards
+from huggingface_hub.errors import HFValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
@@ -237,8 +238,12 @@ def write_checkpoint(
 
 def download(name: str, patterns: Sequence[str]) -> Path:
     """Fetch the files of a model on the hub that match, and give their folder."""
+    if os.path.isfile(name):
+        raise ValueError(f"{name} is a file. Give a folder as save_pretrained writes it.")
     try:
         return Path(snapshot_download(name, allow_patterns=list(patterns)))
+    except HFValidationError as error:  # no name of a repository
+        raise ValueError(f"There is no folder {name}.") from error
     except Exception as error:  # offline, no such repository, not a name at all: the hub library has many kinds
         raise ValueError(
             f"{name} is neither a folder nor a model on the hub that can be downloaded ({error})."

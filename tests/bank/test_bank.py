@@ -444,7 +444,7 @@ def test_what_is_damaged_fails_alone_and_by_name(method, readers, tasks, tmp_pat
     (tmp_path / "cut" / weights).write_bytes(data[:-10])
     with pytest.raises(ValueError, match="Task 'cut': .*cannot be read as a safetensors file .*it has .* bytes"):
         bank.add("cut", tmp_path / "cut")
-    with pytest.raises(ValueError, match="Task 'none': .*neither a folder nor a model on the hub"):
+    with pytest.raises(ValueError, match="Task 'none': There is no folder .*none"):
         bank.add("none", tmp_path / "none")
     (tmp_path / "broken" / "adapter_config.json").write_text("{")
     with pytest.raises(ValueError, match="Task 'broken': .*adapter_config.json"):

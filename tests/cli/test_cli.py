@@ -127,6 +127,10 @@ def test_every_field_of_a_job_is_an_option_with_a_help_text():
         assert options[field.name].required == (field.default is dataclasses.MISSING)
 
 
+def test_the_version_is_told(run):
+    assert run("--version").strip() == peft_surgical.__version__
+
+
 def test_help_texts_list_the_values_that_there_are(run):
     def listed(words: str, before: str, after: str) -> set[str]:
         part = words.split(before, 1)[1].split(after, 1)[0]

@@ -102,6 +102,8 @@ def test_export_lora_lists_what_is_left_out(tmp_path):
     ("arguments", "message"),
     [
         (("inspect", "nowhere"), "neither a folder nor a model on the hub"),
+        (("inspect", "/no/where"), "There is no folder /no/where."),
+        (("inspect", __file__), "is a file. Give a folder"),
         (("inspect", "{delta}", "{delta}", "{delta}"), "3 adapters were given"),
         (("convert", "{delta}", "-o", "{x}", "--encoding", "int3"), "encoding='int3' is not known"),
         (("convert", "{delta}", "-o", "{x}", "--encoding", "int8", "--distil", "y"), "--encoding sign, not for int8"),
