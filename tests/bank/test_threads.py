@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
+import faulthandler
 import gc
 import itertools
 import os
@@ -417,6 +418,7 @@ def in_child(work) -> int:
     if child == 0:
         code = 1
         try:
+            faulthandler.dump_traceback_later(50)  # where it hangs
             torch.set_num_threads(1)
             work()
             code = 0

@@ -25,7 +25,7 @@ slow = pytest.mark.slow
 
 OPTIONS = {
     # without a choice among checkpoints, so that the last steps count
-    "surgical": ["--top-k", "1", "--samples", "20", "--select-on", "none"],
+    "surgical": ["--top-k", "1", "--score", "fisher", "--samples", "20", "--select-on", "none"],
     "spafit": ["--n1", "0", "--n2", "1", "--lora-r", "2"],
     "head": [],
 }
@@ -116,7 +116,7 @@ def test_a_ranking_by_itself_is_shown_and_written_once(places, tmp_path):
     options = ["--model", base, "--data", data, "--samples", "20"]
     output = launch_well("ddp", ["-m", "peft_surgical.cli", "rank", *options, "--output", str(tmp_path / "r.json")])
     assert output.count("Saved") == 1
-    job = TrainingJob(model=base, data=data, output="", samples=20, select_on="none")
+    job = TrainingJob(model=base, data=data, output="", score="fisher", samples=20, select_on="none")
     alone = rank(prepare(job), job, progress=False)
     assert LayerRanking.load(tmp_path / "r.json").scores == pytest.approx(alone.scores, rel=1e-4)
 

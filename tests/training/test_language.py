@@ -28,6 +28,7 @@ from peft_surgical.training import TrainingJob, TrainingRun, evaluate, predict, 
 
 
 pytest.importorskip("trl")
+RANKED = {"method": "surgical", "score": "fisher"}
 FORMS = ["messages", "chat prompt", "prompt", "instruction", "text"]
 
 
@@ -223,15 +224,7 @@ def test_a_method_trains_its_layers_and_saves_what_evaluate_measures_again(job, 
 
 
 def test_the_layers_are_ranked_on_the_tokens_that_are_learnt(job, data):
-    asked = job(
-        method="surgical",
-        top_k=1,
-        score="fisher",
-        samples=1000,
-        assistant_only_loss=True,
-        select_on="none",
-        max_steps=1,
-    )
+    asked = job(**RANKED, top_k=1, samples=1000, assistant_only_loss=True, select_on="none", max_steps=1)
     train(asked)
     ours = LayerRanking.load(f"{asked.output}/ranking.json")
     tokenizer = AutoTokenizer.from_pretrained(asked.model)
@@ -418,7 +411,11 @@ def test_a_temperature_draws_by_the_seed(job):
     [
         ("messages", {"method": "head"}, "--method head: a language model has no head of a task"),
         ("messages", {"label_column": "x", "task": "causal-lm"}, "--label-column has no meaning for causal-lm"),
-        ("messages", {"score": "fisher", "head_seeds": 2}, "--head-seeds has no meaning for causal-lm"),
+        (
+            "messages",
+            {"method": "surgical", "score": "fisher", "head_seeds": 2},
+            "--head-seeds has no meaning for causal-lm",
+        ),
         ("messages", {"metric": "accuracy"}, "--metric accuracy: for causal-lm allowed are perplexity, loss"),
         ("text", {"assistant_only_loss": True}, "--assistant-only-loss needs chats"),
         ("messages", {"chat_template": "nowhere.jinja"}, "--chat-template nowhere.jinja: there is no such file"),
