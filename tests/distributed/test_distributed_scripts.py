@@ -36,9 +36,15 @@ engines = pytest.mark.parametrize("engine", ["ddp", "fsdp2", "fsdp1", "zero2", "
 
 @pytest.fixture(scope="session")
 def places(tmp_path_factory) -> tuple[str, str]:
-    """A tiny base model and a task."""
-    folder = tmp_path_factory.mktemp("places")
-    return str(save_base(folder / "base")), str(save_data(folder / "data"))
+    """A tiny base model and a task, which workers of pytest-xdist share as they share the runs on them."""
+
+    def save(folder: Path) -> str:
+        save_base(folder / "base")
+        save_data(folder / "data")
+        return ""
+
+    folder, _ = once(tmp_path_factory.getbasetemp(), "places", save)
+    return str(folder / "base"), str(folder / "data")
 
 
 @pytest.fixture
