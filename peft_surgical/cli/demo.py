@@ -47,7 +47,7 @@ SENTENCES = (
 
 def demo(
     console: Console,
-    quick: Annotated[bool, typer.Option("--quick", help="Less of everything, in less than a minute.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Less of everything, in one or two minutes.")] = False,
     output: Annotated[Path, typer.Option(help="The folder to write.")] = Path("peft-surgical-demo"),
     sentence: Annotated[
         list[str] | None, typer.Option("--sentence", "-s", help="A sentence to answer; may be repeated.")
