@@ -115,8 +115,8 @@ def _read_batches(model: str, data: str, text_columns: Sequence[str], rows: int,
     from torch.utils.data import DataLoader
     from transformers import DataCollatorWithPadding
 
+    from peft_surgical.training.common import load_tokenizer
     from peft_surgical.training.data import find_split, read_splits
-    from peft_surgical.training.prepare import load_tokenizer
     from peft_surgical.training.tasks import encode, make_task
 
     tokenizer = load_tokenizer(model)

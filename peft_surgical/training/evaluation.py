@@ -20,16 +20,10 @@ from transformers import DataCollatorWithPadding, PrinterCallback, Trainer, Trai
 
 from peft_surgical.distributed import shard_by_layer, this_process
 from peft_surgical.training.card import METRICS_FILE
+from peft_surgical.training.common import JointCheckpoints, load_tokenizer, load_trained, max_length
 from peft_surgical.training.data import Task, find_split, read_splits
 from peft_surgical.training.job import CAUSAL_LM, TrainingJob
-from peft_surgical.training.prepare import (
-    load_tokenizer,
-    load_trained,
-    max_length,
-    require_metrics,
-    require_trl,
-    split_by_use,
-)
+from peft_surgical.training.prepare import require_metrics, require_trl, split_by_use
 from peft_surgical.training.tasks import encode, make_task
 
 
@@ -121,7 +115,8 @@ def evaluate(
         from peft_surgical.training.language import evaluate_language
 
         rows, name, task = _choose_rows(job, trained, data, subset, split)
-        return evaluate_language(folder, job, task, rows, name, arguments)
+        metrics, rows, outputs = evaluate_language(folder, job, task, rows, arguments)
+        return Evaluation(name, metrics, rows, (), outputs)
     require_metrics()
     rows, name, task = _choose_rows(job, trained, data, subset, split)
     tokenizer = load_tokenizer(job.model)
@@ -145,14 +140,6 @@ def read_run(folder: str | Path) -> tuple[TrainingJob, dict[str, Any]]:
     if not file.exists():
         raise ValueError(f"{folder} holds no finished run: it has no {METRICS_FILE}. Finish it with train --resume.")
     return job, json.loads(file.read_text(encoding="utf-8"))["task"]
-
-
-class JointCheckpoints(Trainer):
-    """A Trainer whose checkpoints are complete only when each of the processes has written its part."""
-
-    def _save_rng_state(self, output_dir: str) -> None:
-        super()._save_rng_state(output_dir)
-        this_process().wait_for_everyone()  # the first process writes the last file next
 
 
 def make_trainer(model: nn.Module, arguments: Mapping[str, Any], collator: Any, **options: Any) -> Trainer:

@@ -17,11 +17,10 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PrinterCallba
 from trl import SFTConfig, SFTTrainer
 
 from peft_surgical.distributed import shard_by_layer, this_process
+from peft_surgical.training.common import JointCheckpoints, load_tokenizer, max_length
 from peft_surgical.training.data import Task
-from peft_surgical.training.evaluation import Evaluation, JointCheckpoints
 from peft_surgical.training.formats import as_plain_text, instruction_chat, split_prompt
 from peft_surgical.training.job import TrainingJob
-from peft_surgical.training.prepare import load_tokenizer, max_length
 
 
 logger = logging.getLogger(__name__)
@@ -146,9 +145,10 @@ def encode_language(job: TrainingJob, model: Any, tokenizer: Any, rows: Dataset)
 
 
 def evaluate_language(
-    folder: str | Path, job: TrainingJob, task: Task, rows: Dataset, name: str, arguments: Mapping[str, Any]
-) -> Evaluation:
-    """Measure what a job trained on rows of a task; see `evaluate`."""
+    folder: str | Path, job: TrainingJob, task: Task, rows: Dataset, arguments: Mapping[str, Any]
+) -> tuple[dict[str, float], Dataset, np.ndarray]:
+    """What a job's model makes of rows of a task: the metrics, the rows with something to learn, and of each the sum
+    of -log p and the number of its tokens (N, 2)."""
     tokenizer = load_tokenizer(str(folder))
     model = load_language_model(job, folder)
     rows = rows_for(tokenizer, task, rows)
@@ -157,7 +157,7 @@ def evaluate_language(
     measured = rows.select(trainer.train_dataset["row"][:])  # those with something to learn within the length
     result = trainer.predict(trainer.train_dataset)
     outputs = np.stack([np.asarray(result.predictions), result.label_ids], axis=-1).astype(np.float64)
-    return Evaluation(name, compute_perplexity(outputs[:, 0], outputs[:, 1]), measured, (), outputs)
+    return compute_perplexity(outputs[:, 0], outputs[:, 1]), measured, outputs
 
 
 def compute_perplexity(losses: np.ndarray, tokens: np.ndarray) -> dict[str, float]:

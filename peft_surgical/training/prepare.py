@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import codecs
 import dataclasses
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import torch
 from datasets import Dataset
-from peft import PeftModel, TaskType
 from torch import nn
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, DataCollatorWithPadding, set_seed
+from transformers import DataCollatorWithPadding
 from transformers.integrations import get_available_reporting_integrations
 
 from peft_surgical.distributed import this_process
 from peft_surgical.fisher.objective import LABEL_MODES
-from peft_surgical.methods.heads import head_names
 from peft_surgical.ranking.rank import LayerRanking, rank_layers
 from peft_surgical.ranking.scores import AGGREGATIONS, find_score
+from peft_surgical.training.common import load_classifier, load_tokenizer, max_length
 from peft_surgical.training.data import Parts, Task, read_splits, split_rows
 from peft_surgical.training.job import CAUSAL_LM, TrainingJob
 from peft_surgical.training.methods import METHODS
@@ -137,13 +134,6 @@ def split_by_use(task: Task, job: TrainingJob) -> Parts:
     return split_rows(task, **{name: getattr(job, name) for name in names})
 
 
-def max_length(job: TrainingJob, tokenizer: Any, model: nn.Module, default: int = 256) -> int:
-    """The most tokens that a row may have: what the job says, but no more than the model has positions for."""
-    asked = job.max_length or default
-    positions = getattr(model.config, "max_position_embeddings", None) or 0
-    return min(asked, tokenizer.model_max_length, positions if positions > 0 else asked)
-
-
 def rank(prepared: Prepared, job: TrainingJob, *, progress: bool = True) -> LayerRanking:
     """Rank the layers of a job's model on its training rows; the ranking is the same on all processes."""
     train, collator = prepared.train, prepared.collator
@@ -165,80 +155,3 @@ def rank(prepared: Prepared, job: TrainingJob, *, progress: bool = True) -> Laye
         stack=job.stack,
         progress=progress,
     )
-
-
-def load_tokenizer(model: str) -> Any:
-    """The tokenizer of a model; one without a padding token pads with its end-of-text token.
-
-    Raises:
-        ValueError: There is no such tokenizer.
-    """
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(model)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"--model {model}: no tokenizer could be loaded from there: {error}") from error
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
-    return tokenizer
-
-
-def load_classifier(
-    model: str, labels: Sequence[str], tokenizer: Any, *, seed: int = 0, dtype: str = "float32"
-) -> tuple[nn.Module, list[str]]:
-    """Load a base model with a head for a task, which `seed` draws if it is new. No labels are regression.
-
-    Returns:
-        The model, and the modules that belong to the task: the head, and whatever else the checkpoint has no weights
-        for. They have to be trained and saved with the task.
-
-    Raises:
-        ValueError: There is no such model.
-    """
-    names = dict(enumerate(map(str, labels)))
-    options = {"id2label": names, "label2id": {n: i for i, n in names.items()}} if labels else {"num_labels": 1}
-    set_seed(seed)
-    try:
-        loaded, info = AutoModelForSequenceClassification.from_pretrained(
-            model,
-            dtype=dtype if dtype == "auto" else getattr(torch, dtype),
-            problem_type="single_label_classification" if labels else "regression",
-            ignore_mismatched_sizes=True,
-            output_loading_info=True,
-            **options,
-        )
-    except (OSError, ValueError) as error:
-        raise ValueError(f"--model {model}: no model could be loaded from there: {error}") from error
-    if loaded.config.pad_token_id is None:
-        loaded.config.pad_token_id = tokenizer.pad_token_id
-    new = {*info["missing_keys"], *(key if isinstance(key, str) else key[0] for key in info["mismatched_keys"])}
-    head = head_names(loaded, TaskType.SEQ_CLS)
-    return loaded, head + [name for name in new_modules(loaded, new) if name not in head]
-
-
-def load_trained(
-    folder: str, base: str, labels: Sequence[str], tokenizer: Any, *, dtype: str = "float32"
-) -> nn.Module:
-    """Load what `peft-surgical train` saved, ready to predict: an adapter onto its base model, or a whole model."""
-    is_adapter = (Path(folder) / "adapter_config.json").exists()
-    model, _ = load_classifier(base if is_adapter else folder, labels, tokenizer, dtype=dtype)
-    return (PeftModel.from_pretrained(model, folder) if is_adapter else model).eval()
-
-
-def new_modules(model: nn.Module, keys: Iterable[str]) -> list[str]:
-    """The paths of the outermost modules all of whose parameters are new, that is, among the keys.
-
-    Example:
-
-        >>> model = nn.ModuleDict({"body": nn.Linear(1, 1), "head": nn.Sequential(nn.Linear(1, 1))})
-        >>> new_modules(model, ["head.0.weight", "head.0.bias", "body.bias"])
-        ['head']
-    """
-    new = set(keys)
-    found: list[str] = []
-    for path, module in model.named_modules():
-        if any(path.startswith(f"{outer}.") for outer in found) or not path:
-            continue
-        parameters = [f"{path}.{name}" for name, _ in module.named_parameters()]
-        if parameters and new.issuperset(parameters):
-            found.append(path)
-    return found

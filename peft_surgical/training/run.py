@@ -24,6 +24,7 @@ from peft_surgical.training.card import (
     write_json,
     write_model_card,
 )
+from peft_surgical.training.common import max_length
 from peft_surgical.training.evaluation import (
     majority,
     make_trainer,
@@ -32,7 +33,7 @@ from peft_surgical.training.evaluation import (
 )
 from peft_surgical.training.job import CAUSAL_LM, TrainingJob
 from peft_surgical.training.methods import METHODS, adapt
-from peft_surgical.training.prepare import max_length, prepare, rank
+from peft_surgical.training.prepare import prepare, rank
 from peft_surgical.training.results import make_results
 from peft_surgical.training.tasks import encode
 

@@ -22,8 +22,8 @@ import peft_surgical.training.prepare as prepare_module
 from peft_surgical import LayerRanking
 from peft_surgical.training import METHODS, TrainingJob, TrainingRun, evaluate, train
 from peft_surgical.training.card import newest_checkpoint
+from peft_surgical.training.common import load_classifier, load_tokenizer, load_trained
 from peft_surgical.training.evaluation import majority
-from peft_surgical.training.prepare import load_classifier, load_tokenizer, load_trained
 
 
 @pytest.fixture(scope="module")
@@ -502,7 +502,7 @@ def test_the_majority_is_what_scikit_learns_dummy_reaches():
     ],
 )
 def test_a_typo_is_told_before_the_model_is_loaded_and_leaves_no_folder(job, tmp_path, monkeypatch, options, message):
-    loader = prepare_module.AutoModelForSequenceClassification
+    loader = AutoModelForSequenceClassification
     monkeypatch.setattr(loader, "from_pretrained", lambda *a, **k: pytest.fail("loaded a model"))
     with pytest.raises((ValueError, OSError), match=message):
         TrainingRun(job(**options))
