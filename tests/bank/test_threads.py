@@ -58,8 +58,13 @@ def in_thread(work, *args):
 def test_an_interrupted_wait_gives_its_place_in_the_queue_back(tasks):
     folder, answers = tasks
     bank = fill(DeltaBank(base()), folder, ["last", "first"])
-    is_held, may_end = threading.Event(), threading.Event()
+    is_held, may_end, is_interrupted = threading.Event(), threading.Event(), threading.Event()
     main = threading.main_thread()
+
+    def raise_once(*_: object) -> None:
+        if not is_interrupted.is_set():
+            is_interrupted.set()
+            raise KeyboardInterrupt
 
     def hold() -> None:
         with bank.task("last"):
@@ -68,14 +73,18 @@ def test_an_interrupted_wait_gives_its_place_in_the_queue_back(tasks):
 
     def interrupt() -> None:
         wait_until_it_waits(main)
-        signal.pthread_kill(main.ident, signal.SIGINT)
+        while not is_interrupted.wait(0.1):  # one that comes just before the system's wait would be seen after it
+            signal.pthread_kill(main.ident, signal.SIGINT)
 
+    previous = signal.signal(signal.SIGINT, raise_once)
     holding, interrupting = (threading.Thread(target=work, daemon=True) for work in (hold, interrupt))
     holding.start()
     assert is_held.wait(30)
     interrupting.start()
     with pytest.raises(KeyboardInterrupt), bank.task("first"):
         pass
+    finish(interrupting)
+    signal.signal(signal.SIGINT, previous)
     assert torch.equal(in_thread(ask, bank, "last"), answers["last"])  # goes in beside the one that holds it
     may_end.set()
     finish(holding)
@@ -418,7 +427,7 @@ def in_child(work) -> int:
     if child == 0:
         code = 1
         try:
-            faulthandler.dump_traceback_later(50)  # where it hangs
+            faulthandler.register(signal.SIGUSR1, sys.stderr)  # a thread's timer of the parent would be waited for
             torch.set_num_threads(1)
             work()
             code = 0
@@ -433,6 +442,8 @@ def in_child(work) -> int:
         if ended:
             return os.waitstatus_to_exitcode(status)
         time.sleep(0.01)
+    os.kill(child, signal.SIGUSR1)  # to write where it stands
+    time.sleep(1)
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     return -1
