@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from benchmarks.common.table_format import INTERVALS, number, points, table
+from benchmarks.common.table_format import INTERVALS, MISSING, number, points, table
 from benchmarks.evidence import cells, methods, records
 from benchmarks.evidence.findings import Difference, Results
 from benchmarks.evidence.jobs import Place
@@ -41,47 +42,127 @@ class Finished(Place):
 
 def cells_table(results: Results) -> str:
     """Ways to choose k layers, each at a rate of its own (of a decoder, at one for each k)."""
-    every = [run for file in results.folder.glob("runs/*.jsonl") for run in records.read(file)]
-    plain = any("plain" in run for run in every)
-    place = Finished("", Path(), results.folder, Path(), "cpu", results.depth, plain)
-    chosen = [task for task in TASKS if any(run["task"] == task for run in every)]
-    seeds = sorted({run["seed"] for run in every})
-    counts = sorted({len(m.split(".")) for run in every if (m := run["tuning"]).startswith("layers-")})
-    kinds = [*cells.KINDS, *(OTHERS if plain else ())]
-    counts = cells.default_counts(results.depth) if not plain else [k for k in counts if k in (3, 6, 9)]
-    names = cells.cell_names([*PARTS, *kinds], counts)
-    found = cells.Cells(place, names, chosen, seeds, shared=cells.SHARED if plain else None)
-    by_cell = {name: values(found, name) for name in names}
+    measured = CellValues(results)
+    counts = sorted({len(m.split(".")) for run in measured.runs if (m := run["tuning"]).startswith("layers-")})
+    kinds = [*cells.KINDS, *(OTHERS if measured.is_decoder else ())]
+    counts = cells.default_counts(results.depth) if not measured.is_decoder else [k for k in counts if k in (3, 6, 9)]
     rows = []
-    for name, (rate, measured) in by_cell.items():
-        tasks = [task for task in chosen if any(t == task for t, _ in measured)]
+    for name in cells.cell_names([*PARTS, *kinds], counts):
+        rate, of_cell = measured.cell(name)
+        tasks = [task for task in measured.tasks if any(t == task for t, _ in of_cell)]
         if math.isnan(rate) or len(tasks) < len(RATE_TASKS):
             continue
-        full = by_cell["full"][1]
-        paired = {
-            task: [100 * (measured[t, s][0] - full[t, s][0]) for t, s in measured if t == task and (t, s) in full]
-            for task in tasks
-        }
-        paired = {task: points_of for task, points_of in paired.items() if points_of}
-        against = Difference(list(paired.values()))
-        fewer = Difference([points_of for task, points_of in paired.items() if TASKS[task].revision == 1])
-        means = [np.mean([measured[t, s][0] for t, s in measured if t == task]) for task in tasks]
-        cost = [after - before for _, forgot in measured.values() for before, after in forgot]
+        against = measured.difference(name, "full")
+        fewer = measured.difference(name, "full", [task for task in tasks if TASKS[task].revision == 1])
+        means = [np.mean([of_cell[t, s][0] for t, s in of_cell if t == task]) for task in tasks]
+        cost = [after - before for _, forgot in of_cell.values() for before, after in forgot]
         rows.append(
             [
                 *(name.split(":") + [""])[:2],
                 f"{rate:g}",
-                str(len(paired)),
+                str(len(against.values)),
                 points(float(np.mean(means)), 2),
                 str(against),
                 str(fewer),
                 f"{against.better}:{against.worse}",
-                *([number(float(np.mean(cost)), 3, sign=True)] if plain else []),
+                *([number(float(np.mean(cost)), 3, sign=True)] if measured.is_decoder else []),
             ]
         )
     header = ["layers", "k", "rate", "tasks", "mean of these", f"minus full {INTERVALS}"]
-    header += [f"without {', '.join(task for task in chosen if TASKS[task].revision > 1)}"]
-    return table([*header, "better:worse", *(["loss on plain text"] if plain else [])], rows)
+    header += [f"without {', '.join(task for task in measured.tasks if TASKS[task].revision > 1)}"]
+    return table([*header, "better:worse", *(["loss on plain text"] if measured.is_decoder else [])], rows)
+
+
+def tasks_table(results: Results) -> str:
+    """The metric of each way to choose layers of a decoder on each task, means over seeds."""
+    measured, rows = CellValues(results), []
+    for name, (label, _) in CHOICES.items():
+        rate, of_cell = measured.cell(measured.cell_name(name))
+        by_task = [[v for (t, _), (v, _) in of_cell.items() if t == task] for task in measured.tasks]
+        rows.append([label, f"{rate:g}", *(points(float(np.mean(v))) if v else MISSING for v in by_task)])
+    seeds = [str(len({s for t, s in measured.cell("full")[1] if t == task})) for task in measured.tasks]
+    return table(["layers", "rate", *measured.tasks], [*rows, ["seeds", "", *seeds]])
+
+
+def choices_table(results: Results) -> str:
+    """Each way to choose layers against full tuning, on all models, ± over tasks."""
+    rows: dict[str, list[str]] = {label: [] for label, _ in CHOICES.values() if label != "all weights"}
+    for folder in MODELS:
+        of_model = Results(results.folder.parent / folder)
+        measured = CellValues(of_model)
+        for name, (label, plan) in CHOICES.items():
+            if label not in rows:
+                continue
+            if measured.is_decoder:
+                found = measured.difference(measured.cell_name(name), "full")
+            else:
+                found = of_model.difference(plan.format(of_model.k), "full", of_model.tasks)
+            mean, half = number(found.mean, 1, sign=True), number(found.over_tasks, 1)
+            rows[label].append(MISSING if mean == MISSING else f"{mean} ± {half}")
+    return table(["minus all weights", *MODELS.values()], [[label, *of_models] for label, of_models in rows.items()])
+
+
+def pairs_table(results: Results) -> str:
+    """Ways to choose layers of a decoder against one another, paired by task and seed."""
+    measured, rows = CellValues(results), []
+    for name in ("spread", "middle", "fisher", "last", "random", "lora-16"):
+        found = measured.difference("alternate:6", measured.cell_name(name))
+        rows.append([f"every other layer - {CHOICES[name][0]}", str(found), f"{found.better}:{found.worse}"])
+    return table(["difference", f"points {INTERVALS}", "better:worse"], rows)
+
+
+CHOICES = {
+    "full": ("all weights", "full"),
+    "alternate": ("every other layer", "alternate:{}"),
+    "random": ("random layers", "random"),
+    "middle": ("middle layers", "middle:{}"),
+    "spread": ("layers at equal distances", "spread:{}"),
+    "fisher": ("most Fisher information", "fisher:{}"),
+    "last": ("last layers", "last:{}"),
+    "lora-16": ("LoRA", "lora-II"),
+}
+"""Cells of decoders: what they are called, and the plan of encoders."""
+MODELS = {
+    "gemma3": "Gemma 3 270M, 6 of 18 layers",
+    "mpnet": "MPNet, 5 of 12",
+    "minilm": "MiniLM, 2 of 6",
+}
+
+
+class CellValues:
+    """What the runs of a model give for each cell.
+
+    Args:
+        results: The results of the model.
+    """
+
+    def __init__(self, results: Results):
+        self.runs = [run for file in results.folder.glob("runs/*.jsonl") for run in records.read(file)]
+        self.is_decoder = any("plain" in run for run in self.runs)
+        self.tasks = [task for task in TASKS if any(run["task"] == task for run in self.runs)]
+        place = Finished("", Path(), results.folder, Path(), "cpu", results.depth, self.is_decoder)
+        seeds = sorted({run["seed"] for run in self.runs})
+        self._cells = cells.Cells(place, [], self.tasks, seeds, shared=cells.SHARED if self.is_decoder else None)
+        self._known: dict[str, tuple[float, dict[tuple[str, int], tuple[float, list[list[float]]]]]] = {}
+
+    def cell_name(self, name: str) -> str:
+        """A way to choose layers as the cell of a third of them; a method by its own name."""
+        return name if methods.family(name) in methods.RATES else f"{name}:{self._cells.place.depth // 3}"
+
+    def cell(self, name: str) -> tuple[float, dict[tuple[str, int], tuple[float, list[list[float]]]]]:
+        """The rate of a cell, and for each task and seed its metric and what was forgotten; see `values`."""
+        if name not in self._known:
+            self._known[name] = values(self._cells, name)
+        return self._known[name]
+
+    def difference(self, name: str, other: str, chosen: Sequence[str] | None = None) -> Difference:
+        """One cell against another in points, paired by task and seed, on the tasks that both have."""
+        one, two = self.cell(name)[1], self.cell(other)[1]
+        paired = [
+            [100 * (one[t, s][0] - two[t, s][0]) for t, s in one if t == task and (t, s) in two]
+            for task in chosen or self.tasks
+        ]
+        return Difference([points_of for points_of in paired if points_of])
 
 
 def values(found: cells.Cells, name: str) -> tuple[float, dict[tuple[str, int], tuple[float, list[list[float]]]]]:

@@ -20,8 +20,8 @@ def metrics_table(results: Results, named: dict[str, str]) -> str:
     rows = []
     for plan, name in named.items():
         cells = [f"**{points(v)}**" if v == m else points(v) for v, m in zip(means[plan], most, strict=True)]
-        rows.append([name, results.seeds_of(plan), *cells, points(results.average(plan, results.tasks), 2)])
-    return table(["method", "seeds", *results.tasks, "average"], rows)
+        rows.append([name, points(results.average(plan, results.tasks), 2), results.seeds_of(plan), *cells])
+    return table(["method", "average", "seeds", *results.tasks], rows)
 
 
 def relative_table(results: Results, named: dict[str, str], to: str = "full") -> str:
@@ -29,8 +29,8 @@ def relative_table(results: Results, named: dict[str, str], to: str = "full") ->
     rows = []
     for plan, name in named.items():
         cells = [number(results.task_difference(plan, to, task), 1, sign=True) for task in results.tasks]
-        rows.append([name, *cells, str(results.difference(plan, to, results.tasks))])
-    return table(["method", *results.tasks, f"mean {INTERVALS}"], rows)
+        rows.append([name, str(results.difference(plan, to, results.tasks)), *cells])
+    return table(["method", f"mean {INTERVALS}", *results.tasks], rows)
 
 
 def differences_table(results: Results, pairs: dict[str, tuple[str, str]]) -> str:

@@ -1,4 +1,4 @@
-"""What the figures of docs/results.md have in common."""
+"""What the figures of docs/evidence.md have in common."""
 
 from __future__ import annotations
 

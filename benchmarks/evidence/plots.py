@@ -1,4 +1,4 @@
-"""Draw the figures of docs/results.md.
+"""Draw the figures of docs/evidence.md.
 
 python -m benchmarks.evidence.plots mpnet                  # into docs/figures/
 """
@@ -19,10 +19,10 @@ from benchmarks.evidence.findings import RESULTS, Results
 from benchmarks.evidence.jobs import RANDOM_DRAWS
 from benchmarks.evidence.panels import BLUE, GREEN, GREY, ORANGE, RED, TITLES, labelled, plt, small_multiples
 from benchmarks.evidence.size_tables import encoded_megabytes
-from benchmarks.evidence.tables import PAGE
+from benchmarks.evidence.tables import PAGES
 
 
-FIGURES = PAGE.parent / "figures"
+FIGURES = PAGES[0].parent / "figures"
 
 
 def bars(axis: Any, results: Results, named: dict[int, str], task: str, **style: Any) -> None:

@@ -1,6 +1,6 @@
-"""Turn the results into the tables of docs/results.md.
+"""Turn the results into the tables of docs/results.md and docs/evidence.md.
 
-    python -m benchmarks.evidence.tables mpnet                 # fills in the tables of docs/results.md
+    python -m benchmarks.evidence.tables mpnet                 # fills in the tables of both pages
     python -m benchmarks.evidence.tables mpnet --print         # prints them
 
 In the page a table stands between `<!-- table NAME -->` and `<!-- end -->`; what is between is replaced.
@@ -14,15 +14,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from benchmarks.common.table_format import number, points, table
+from benchmarks.evidence import cell_tables, methods, plans, tasks
 from benchmarks.evidence import comparison_tables as comparisons
 from benchmarks.evidence import layer_tables as layers
-from benchmarks.evidence import methods, plans, tasks
 from benchmarks.evidence import size_tables as sizes
-from benchmarks.evidence.cell_tables import cells_table
 from benchmarks.evidence.findings import RESULTS, Results
 
 
-PAGE = Path(__file__).parents[2] / "docs" / "results.md"
+PAGES = [Path(__file__).parents[2] / "docs" / name for name in ("results.md", "evidence.md")]
 
 
 def learning_rates(results: Results) -> str:
@@ -71,7 +70,10 @@ def tasks_as_run(results: Results) -> str:
 TABLES: dict[str, Callable[[Results], str]] = {
     "tasks": tasks_as_run,
     "coverage": coverage,
-    "cells": cells_table,
+    "cells": cell_tables.cells_table,
+    "choices": cell_tables.choices_table,
+    "pairs": cell_tables.pairs_table,
+    "metrics": cell_tables.tasks_table,
     "rates": learning_rates,
     "lodha": comparisons.lodha,
     "lodha-relative": comparisons.lodha_relative,
@@ -124,7 +126,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="a folder below the results")
     parser.add_argument("--results", type=Path, default=RESULTS)
-    parser.add_argument("--page", type=Path, default=PAGE)
+    parser.add_argument("--page", type=Path, nargs="+", default=PAGES)
     parser.add_argument("--print", action="store_true", dest="only_print", help="print all tables instead")
     options = parser.parse_args(arguments)
     if options.only_print:
@@ -141,7 +143,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             loaded[model] = Results(options.results / model)
         return TABLES[name](loaded[model])
 
-    options.page.write_text(fill_in(options.page.read_text(), made))
+    for page in options.page:
+        page.write_text(fill_in(page.read_text(), made))
 
 
 if __name__ == "__main__":

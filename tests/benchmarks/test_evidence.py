@@ -564,6 +564,44 @@ def test_the_table_of_cells_pairs_each_with_full_tuning(tmp_path, monkeypatch):
     assert "1:1" in row
 
 
+def test_a_choice_of_layers_is_paired_with_another_by_task_and_seed(tmp_path, monkeypatch):
+    for module in (cells, cell_tables):
+        monkeypatch.setattr(module, "RATE_TASKS", ("cola", "rte"))
+    alternate, last = "layers-1.3.5.7.9.11", "layers-12.13.14.15.16.17"
+    points_of = {  # by task, and by seed where there is a run
+        "full": {"cola": [0.5, 0.6], "rte": [0.5], "wic": [0.7]},
+        alternate: {"cola": [0.52, 0.6], "rte": [0.47, 0.9], "wic": [0.8]},
+        last: {"cola": [0.4, 0.55], "rte": [0.5, 0.8]},
+    }
+    for tuning, by_task in points_of.items():
+        for task, by_seed in by_task.items():
+            for seed, value in enumerate(by_seed):
+                for rate in (1e-5, 2e-5, 5e-5, 1e-4, 2e-4):
+                    held_out = {"accuracy": 0.9 - abs(np.log(rate / 5e-5)), "loss": 0.0}
+                    same = {
+                        "task": task,
+                        "seed": seed,
+                        "metric": "accuracy",
+                        "held_out": held_out,
+                        "plain": [2.0, 2.5],
+                    }
+                    own = {"tuning": tuning, "rate": rate, "validation": {"accuracy": value}}
+                    records.append(tmp_path / f"gemma3/runs/{task}.jsonl", same | own)
+    ranking = {"seed": 0, "score": "snr", "order": list(range(18)), "scores": [0.0] * 18}
+    for task in ("cola", "rte", "wic"):
+        records.append(tmp_path / "gemma3/rankings.jsonl", ranking | {"task": task})
+    monkeypatch.setattr(cells, "SHARED", ("last",))
+    monkeypatch.setattr(cell_tables, "MODELS", {"gemma3": "Gemma"})
+    results = findings.Results(tmp_path / "gemma3")
+    every = cell_tables.choices_table(results).splitlines()
+    # (1, -3, 10): the mean over seeds of each task that both have
+    mean, half = findings.interval([1, -3, 10])
+    assert f"| every other layer | {mean:+.1f} ± {half:.1f} |" in every
+    against = next(row for row in cell_tables.pairs_table(results).splitlines() if "last" in row)
+    assert against.split("|")[2].strip().startswith("+6.00 ±")  # 8.5 on cola, 3.5 on rte
+    assert "| all weights | 5e-05 | 55.0 | 50.0 | 70.0 |" in cell_tables.tasks_table(results).splitlines()
+
+
 def test_one_cell_is_one_command(place, tmp_path, monkeypatch):
     monkeypatch.setitem(tasks.TASKS, "copa", replace(tasks.TASKS["copa"], epochs=1, revision=3))
     records.append(tmp_path / "runs/copa.jsonl", {"task": "copa", "tuning": "layers-5", "rate": 1e-3, "seed": 0})
