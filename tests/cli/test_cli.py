@@ -110,6 +110,7 @@ def test_help_and_completions_load_nothing_heavy(arguments, typed, shown):
     assert done.stdout.splitlines()[-1] == "loaded"
 
 
+@pytest.mark.slow
 def test_the_console_script_loads_the_library_when_a_command_runs(base, data, tmp_path):
     """PEFT knows the methods then, and the package is whole."""
     command = [sys.executable, "-c", LIGHT, "train", "--model", base, "--data", data]

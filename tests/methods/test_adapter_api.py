@@ -441,6 +441,7 @@ def test_the_config_is_read_by_peft_and_by_people(method, tmp_path):
     assert "\n  " in (path / "adapter_config.json").read_text()  # one option a line
 
 
+@pytest.mark.slow
 @methods
 def test_without_the_package_the_error_names_the_method(method, tmp_path):
     path = save(make(method, "bert", [1, 2]), tmp_path)

@@ -81,6 +81,7 @@ def test_room_for_all_layers(tmp_path):
         assert torch.equal(outputs(model, "bert"), outputs(make("SURGICAL", "bert", [i], seed=i), "bert"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("other_layers", [False, True])
 def test_a_compiled_model_is_compiled_once(method, other_layers, tmp_path):

@@ -47,6 +47,7 @@ def test_M2_adapters_of_different_layers_live_together(method, family, tmp_path)
     assert torch.equal(outputs(model.unload(), family), base_outputs(family))
 
 
+@pytest.mark.slow
 @methods
 @pytest.mark.filterwarnings("ignore:Adapter task was active")
 def test_M3_loading_and_deleting_over_and_over_frees_everything(method, tmp_path):
@@ -76,6 +77,7 @@ def test_M3_loading_and_deleting_over_and_over_frees_everything(method, tmp_path
         get_peft_model(plain, make_config(method, "bert", [1]))
 
 
+@pytest.mark.slow
 @methods
 def test_M4_switching_among_prepared_adapters_compiles_each_once(method):
     model = make(method, "llama", [1], name="one")

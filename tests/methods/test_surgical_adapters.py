@@ -64,6 +64,7 @@ def original(model, before):
     return all(torch.equal(state[name], value) for name, value in before.items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "task_type"), [("bert", "SEQ_CLS"), ("gpt2", "CAUSAL_LM"), ("mixtral", "CAUSAL_LM")]
 )
