@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -233,7 +234,22 @@ def _roots(config: SurgicalConfig, model: nn.Module, layers: list[Layer]) -> lis
             and check_target_module_exists(matching, path)
         ):
             roots.append((path, module))
+    if roots:  # else it is an error
+        _warn_of_unmatched(config, [path for path, _ in model.named_modules()])
     return roots
+
+
+def _warn_of_unmatched(config: SurgicalConfig, paths: list[str]) -> None:
+    """PEFT passes over names that match nothing in silence; scripts for several architectures rely on it."""
+    if isinstance(config.target_modules, str) or config.inference_mode:
+        return
+    for name in sorted(config.target_modules or ()):
+        if not any(path == name or path.endswith(f".{name}") for path in paths):
+            warnings.warn(
+                f"target_modules={sorted(config.target_modules or ())} holds {name!r}, which matches no module of the "
+                "model and is passed over.",
+                stacklevel=2,
+            )
 
 
 def _is_base_module(path: str, model: nn.Module) -> bool:

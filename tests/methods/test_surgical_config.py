@@ -102,3 +102,12 @@ def test_a_chosen_layer_without_values_is_refused():
 def test_a_ranking_of_the_wrong_kind_is_a_type_error():
     with pytest.raises(TypeError, match="LayerRanking"):
         get_peft_model(build("bert"), SurgicalConfig(ranking=3, top_k=1))
+
+
+def test_a_name_that_matches_nothing_is_told_and_passed_over():
+    config = SurgicalConfig(task_type="SEQ_CLS", target_modules=["query", "queri", "layer.0.attention.self.value"])
+    with pytest.warns(UserWarning, match=r"holds 'queri', which matches no module"):
+        model = get_peft_model(build("bert"), config)
+    tuned = {name.split(".surgical_params")[0].split(".layer.")[1] for name, _ in model.named_parameters()
+             if "surgical_params" in name}  # fmt: skip
+    assert tuned == {f"{i}.attention.self.query" for i in range(4)} | {"0.attention.self.value"}
