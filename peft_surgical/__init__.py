@@ -11,7 +11,7 @@ from peft_surgical.layers import find_stacks, resolve_layers
 from peft_surgical.methods.hotswap import prepare_model_for_hotswap
 from peft_surgical.methods.stratified.model import StratifiedConfig, StratifiedModel
 from peft_surgical.methods.surgical import SurgicalConfig, SurgicalModel
-from peft_surgical.methods.trainer import BestAdapterCallback, parameter_groups
+from peft_surgical.methods.trainer import BestAdapterCallback, choose_layers, parameter_groups
 from peft_surgical.ranking.compare import RankingCallback, compare_rankings
 from peft_surgical.ranking.rank import LayerRanking, rank_layers
 from peft_surgical.ranking.scores import register_score
@@ -30,6 +30,7 @@ __all__ = [
     "SurgicalConfig",
     "SurgicalModel",
     "approximate_lora",
+    "choose_layers",
     "compare_adapters",
     "compare_rankings",
     "convert_adapter",

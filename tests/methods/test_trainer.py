@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from tiny_models import VOCABULARY, batch, build
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from peft_surgical import SurgicalConfig
-from peft_surgical.methods.trainer import BestAdapterCallback
+from peft_surgical.methods.trainer import BestAdapterCallback, choose_layers
 
 
 methods = pytest.mark.parametrize("method", METHODS)
@@ -201,3 +203,82 @@ def test_the_trainer_trains_only_the_chosen_layers(family, tmp_path):
         if name in frozen:
             assert torch.equal(parameter, frozen[name]), name
     assert isinstance(model.peft_config["default"], SurgicalConfig)
+
+
+class Measured:
+    """Stands for a trainer: training takes nothing, and each choice of layers has the metrics that it has."""
+
+    def __init__(self, metrics: dict[str, float], **arguments: object):
+        named = {"metric_for_best_model": None, "greater_is_better": None, **arguments}
+        self.args, self.metrics, self.is_trained = SimpleNamespace(**named), metrics, False
+
+    def train(self) -> None:
+        self.is_trained = True
+
+    def evaluate(self) -> dict[str, float]:
+        assert self.is_trained
+        return self.metrics
+
+
+@pytest.mark.parametrize(
+    ("metric", "arguments", "best"),
+    [
+        (None, {}, "b"),  # the smallest loss
+        ("accuracy", {}, "a"),
+        ("eval_error", {}, "b"),  # the larger the better: nobody says otherwise
+        (None, {"metric_for_best_model": "error", "greater_is_better": False}, "a"),
+        (None, {"metric_for_best_model": "accuracy", "greater_is_better": True}, "a"),
+    ],
+)
+def test_the_best_choice_of_layers_is_kept(metric, arguments, best):
+    measured = {
+        "a": {"eval_loss": 0.5, "eval_accuracy": 0.9, "eval_error": 0.1},
+        "b": {"eval_loss": 0.4, "eval_accuracy": 0.8, "eval_error": 0.2},
+        "c": {"eval_loss": 0.4, "eval_accuracy": 0.8, "eval_error": 0.2},  # of equal ones the first
+        "d": dict.fromkeys(("eval_loss", "eval_accuracy", "eval_error"), math.nan),
+    }
+    made = {}
+
+    def make_trainer(layers: str) -> Measured:
+        made[layers] = Measured(measured[layers], **arguments)
+        return made[layers]
+
+    tried = choose_layers(make_trainer, [*measured, "a"], metric=metric)
+    assert tried.layers == best
+    assert tried.trainer is made[best]
+    assert {name: value for name, value in tried.values.items() if name != "d"} == {
+        name: measured[name][tried.metric] for name in "abc"
+    }
+    assert [line.endswith("kept") for line in str(tried).splitlines()[1:]] == [name == best for name in "abcd"]
+
+
+def test_no_choice_of_layers_is_kept_that_gave_no_number():
+    with pytest.raises(ValueError, match="finite.*nan"):
+        choose_layers(lambda layers: Measured({"eval_loss": math.nan}), ["a"])
+    with pytest.raises(ValueError, match="no choices"):
+        choose_layers(lambda layers: Measured({"eval_loss": 1.0}), [])
+    with pytest.raises(KeyError, match="eval_f1.*eval_loss"):
+        choose_layers(lambda layers: Measured({"eval_loss": 1.0}), ["a"], metric="f1")
+
+
+def test_choices_of_layers_are_trained_as_each_alone(tmp_path):
+    def make_trainer(layers: str) -> Trainer:
+        torch.manual_seed(0)
+        config = SurgicalConfig(task_type="SEQ_CLS", layers=layers)
+        return trainer_of(get_peft_model(build("bert"), config), tmp_path / layers, save_strategy="no")
+
+    choices = ["alternate:2", "middle:2", "last:2"]
+    tried = choose_layers(make_trainer, choices)
+    losses = {}
+    for layers in choices:
+        alone = make_trainer(layers)
+        alone.train()
+        losses[layers] = alone.evaluate()["eval_loss"]
+        if layers == tried.layers:
+            expected = trained_tensors(alone.model, "default")
+    assert tried.values == losses
+    assert losses[tried.layers] == min(losses.values())
+    assert len(set(losses.values())) == 3
+    found = trained_tensors(tried.trainer.model, "default")
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
