@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import inspect
 import logging
@@ -13,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any, get_origin
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -21,23 +20,27 @@ from rich.logging import RichHandler
 from rich.markup import escape
 from rich.table import Table
 
-from peft_surgical.training.job import TrainingJob, job_options
-from peft_surgical.training.options import check_writable, flag
+from peft_surgical.cli.job import job_of_options, job_parameters
+from peft_surgical.training.options import check_writable
 
 
-_QUIET = Annotated[bool, typer.Option("--quiet", "-q", help="Show errors only.")]
+_QUIET = Annotated[bool, typer.Option("--quiet", "-q", help="Show errors only.", rich_help_panel="The run")]
 Adapter = Annotated[str, typer.Argument(help="The adapter: a folder, or its name on the hub.")]
 Base = Annotated[str, typer.Argument(help="The base model: a folder, or a name on the hub.")]
 Output = Annotated[Path, typer.Option("--output", "-o", help="The folder to write to.")]
 Encoding = Annotated[str, typer.Option(help="How tensors are written: values, lossless, bf16, int8, int4 or sign.")]
 
 
-def as_command(function: Callable[..., None], of_job: Collection[str] = ()) -> Callable[..., None]:
+def as_command(
+    function: Callable[..., None], of_job: Collection[str] = (), defaults: Mapping[str, Any] | None = None
+) -> Callable[..., None]:
     """A function as Typer takes it, with the library loaded and errors shown as messages when it is called.
 
     Args:
-        function: Takes a console first. Its other parameters are the command's options.
-        of_job: The fields of `TrainingJob` that are options too; the function takes them as keywords.
+        function: Takes a console first, and a job second if its fields are options. Its other parameters are the
+            command's options.
+        of_job: The fields of `TrainingJob` that are options too.
+        defaults: What the command sets in a job that is not told otherwise.
 
     Returns:
         The function with `--quiet` in place of the console.
@@ -45,88 +48,25 @@ def as_command(function: Callable[..., None], of_job: Collection[str] = ()) -> C
 
     def run(*, quiet: bool, **options: Any) -> None:
         with _report_errors():
+            if of_job:  # before anything is loaded
+                options["job"] = job_of_options(options, of_job, defaults or {})
             _load_library()
             console = _open_console(quiet)
             with _tidy_logging(console), _ending_processes():
                 function(console, **options)
 
-    own = [p for p in inspect.signature(function, eval_str=True).parameters.values() if p.kind is not p.VAR_KEYWORD]
+    own = [
+        p for p in inspect.signature(function, eval_str=True).parameters.values() if p.name not in ("console", "job")
+    ]
     quiet = inspect.Parameter("quiet", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=_QUIET)
-    parameters = [*_job_parameters(of_job), *own[1:], quiet]
-    keywords = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in parameters]
-    run.__signature__ = inspect.Signature(keywords)  # type: ignore[attr-defined]
+    parameters = [*(job_parameters(of_job) if of_job else ()), *own, quiet]
+    run.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in parameters]
+    )
     run.__doc__ = function.__doc__
     return run
 
 
-def _job_parameters(names: Collection[str]) -> Iterator[inspect.Parameter]:
-    """Fields of `TrainingJob` as parameters that Typer makes options of."""
-    for field in dataclasses.fields(TrainingJob):
-        if field.name not in names:
-            continue
-        kind, option = job_options()[field.name]
-        default = inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default
-        if field.name in READERS:
-            kind = str | None
-        elif get_origin(kind) is tuple:
-            kind, default = list[str] | None, None
-        shown = typer.Option(*(option.names or (flag(field.name),)), help=option.help, rich_help_panel=option.panel)
-        yield inspect.Parameter(
-            field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, shown]
-        )
-
-
-def read_job_fields(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a `TrainingJob` from a command's options, read from text where the option holds some.
-
-    Raises:
-        ValueError: A text cannot be read; the message names the option.
-    """
-    fields = {}
-    for name, value in options.items():
-        if name in READERS and value is not None:
-            try:
-                value = READERS[name](value)
-            except ValueError as error:
-                raise ValueError(f"{flag(name)} {value}: {error}") from None
-        elif get_origin(job_options()[name][0]) is tuple:
-            value = tuple(value or ())
-        fields[name] = value
-    return fields
-
-
-def read_layers(text: str) -> str | tuple[int | str, ...]:
-    """Read layers as they are written on a command line.
-
-    Example:
-
-        >>> read_layers("3,5,-1"), read_layers("last:25%"), read_layers("0-2,5")
-        ((3, 5, -1), 'last:25%', ('0-2', 5))
-    """
-    parts = [part.strip() for part in text.split(",")]
-    items = tuple(int(part) if part.lstrip("-").isdigit() else part for part in parts)
-    return items[0] if len(items) == 1 and isinstance(items[0], str) else items
-
-
-def read_depth(text: str) -> int | float:
-    """Read a layer's index, or a fraction of the depth.
-
-    Raises:
-        ValueError: The text is neither.
-
-    Example:
-
-        >>> read_depth("4"), read_depth("0.2")
-        (4, 0.2)
-    """
-    try:
-        return int(text) if text.lstrip("-").isdigit() else float(text)
-    except ValueError:
-        raise ValueError("allowed are a layer's index and a fraction such as 0.2.") from None
-
-
-READERS: dict[str, Callable[[str], Any]] = {"layers": read_layers, "n1": read_depth, "n2": read_depth}
-"""How the fields that are written as text on the command line are read."""
 WRITERS = {".csv": "to_csv", ".jsonl": "to_json", ".parquet": "to_parquet"}
 """How rows are written to a file, by its ending."""
 

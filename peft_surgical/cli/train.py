@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
+import json
+import shlex
 from collections import Counter
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
-from peft_surgical.cli.common import read_job_fields, show_metrics, show_table, size
-from peft_surgical.training.job import CAUSAL_LM, JOB_FILE, TrainingJob
+from peft_surgical.cli.common import show_metrics, show_table, size
+from peft_surgical.cli.plan import plan_lines
+from peft_surgical.training.job import CAUSAL_LM, TrainingJob
 from peft_surgical.training.methods import METHODS, describe_strata_by_rank
 
 
@@ -21,52 +22,88 @@ if TYPE_CHECKING:
     from peft_surgical.training.data import Task
     from peft_surgical.training.run import TrainingRun
 
+FEW_ROWS = 100
+SECONDS_BETWEEN_LINES = 30
+
 
 def train(
     console: Console,
-    ctx: typer.Context,
+    job: TrainingJob,
     resume: Annotated[
         bool,
-        typer.Option("--resume", help="Go on from the newest checkpoint in the output folder, if there is one."),
+        typer.Option(
+            "--resume",
+            help="Go on from the newest checkpoint in the output folder, if there is one. Its job is kept; with more "
+            "--epochs or --max-steps it trains longer.",
+            rich_help_panel="The run",
+        ),
     ] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Empty the output folder first.")] = False,
-    **options: Any,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Empty the output folder first.", rich_help_panel="The run")
+    ] = False,
 ) -> None:
     """Tune a model on a task: rank the layers, tune the chosen ones, keep the best checkpoint, save what changed.
 
     Layers are ranked on training rows, the checkpoint is chosen on rows held out of them, and the evaluation rows are
     looked at once, at the end. The output folder gets the adapter (with `--method full` the whole model), the ranking,
-    `metrics.json` and a model card.
+    `metrics.json`, a model card, and `run.yaml`, with which `--config` runs it again.
     """
     from tqdm import tqdm
 
-    from peft_surgical.training.run import EpochLines, StepBar, TrainingRun
+    from peft_surgical.training.planning import plan_before_steps
+    from peft_surgical.training.progress import ProgressLines, StepBar
+    from peft_surgical.training.run import TrainingRun
 
-    job = _make_job(ctx, options, resume)
     run = TrainingRun(job, resume=resume, overwrite=overwrite)
-    _show_start(console, run)
+    if run.finished is not None:
+        console.print(f"The run in {job.output} is finished; more --epochs would go on with it. Its results:")
+        _show_end(console, job, run.finished)
+        return
+    show_start(console, run)
+    try:
+        show_ranking(console, run)
+        run.adapt()
+        show_table(console, plan_lines(plan_before_steps(run)))
+        if run.checkpoint is not None:
+            console.print(f"Going on from {describe_checkpoint(run)}.")
+        if not console.quiet:
+            seconds = 0 if console.is_terminal else SECONDS_BETWEEN_LINES
+            lines = ProgressLines(tqdm.write, run.metric, steps=job.log_every, seconds=seconds)
+            run.callbacks = [lines, *([StepBar()] if console.is_terminal else [])]
+        run.fit()
+        results = run.finish()
+    except KeyboardInterrupt:
+        console.print(
+            f"\nInterrupted. To go on from {describe_checkpoint(run)}:\n"
+            f"peft-surgical train --output {shlex.quote(job.output)} --resume",
+            soft_wrap=True,
+        )
+        raise typer.Exit(130) from None
+    _show_end(console, job, results)
+
+
+def show_ranking(console: Console, run: TrainingRun) -> None:
+    """Rank the layers, if the job chooses them so, and show the ranking."""
     ranking = run.rank(progress=not console.quiet)
     if ranking is not None:
         console.print(str(ranking), markup=False, soft_wrap=True)
-        if job.method == "spafit":
-            console.print(describe_strata_by_rank(ranking, job.group_2), soft_wrap=True)
-    if not console.quiet:
-        run.callbacks = [EpochLines(tqdm.write, run.metric), *([StepBar()] if console.is_terminal else [])]
-    run.fit()
-    _show_end(console, job, run.finish())
+        if run.job.method == "spafit":
+            console.print(describe_strata_by_rank(ranking, run.job.group_2), soft_wrap=True)
 
 
-def _make_job(ctx: typer.Context, options: dict[str, Any], resume: bool) -> TrainingJob:
-    """The job the options describe; when resuming, the one in the folder, with the options given over it."""
-    fields = read_job_fields(options)
-    if resume and (Path(fields["output"]) / JOB_FILE).exists():
-        # by name: typer may carry its own copy of click
-        given = {n: v for n, v in fields.items() if getattr(ctx.get_parameter_source(n), "name", "") == "COMMANDLINE"}
-        fields = {**dataclasses.asdict(TrainingJob.load(fields["output"])), **given}
-    return TrainingJob(**fields)
+def describe_checkpoint(run: TrainingRun) -> str:
+    """From where a run goes on if it is resumed now, in words."""
+    from peft_surgical.training.card import CHECKPOINTS, newest_checkpoint
+
+    checkpoint = newest_checkpoint(run.folder / CHECKPOINTS)
+    if checkpoint is None:
+        return "the start, for there is no checkpoint before the end of the first epoch"
+    state = json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
+    return f"step {state['global_step']:,}, epoch {state['epoch']:.3g} of {run.job.epochs:.3g}"
 
 
-def _show_start(console: Console, run: TrainingRun) -> None:
+def show_start(console: Console, run: TrainingRun) -> None:
+    """Show what a run is about to do, and what its numbers are worth."""
     from peft_surgical.training.card import describe_majority
 
     job, task, parts = run.job, run.prepared.task, run.prepared.parts
@@ -89,6 +126,13 @@ def _show_start(console: Console, run: TrainingRun) -> None:
         console.print(
             "The checkpoint is chosen on the same rows that it is measured on, so the numbers will be too good.",
             style="yellow",
+        )
+    elif parts.selection and len(parts.selection) < FEW_ROWS:
+        console.print(
+            f"Only {len(parts.selection)} rows choose the best epoch, which is little more than chance. More rows: "
+            "--held-out. The last epoch: --select-on none.",
+            style="yellow",
+            soft_wrap=True,
         )
 
 

@@ -169,7 +169,7 @@ def _guess_kind(data: Dataset, label: str) -> str:
     if is_text(feature) or feature.dtype == "bool":
         if are_many:
             raise ValueError(
-                f"{what}, such as {next(iter(counts))[:50]!r}: no classes that could be learned. Name the column with "
+                f"{what}, such as {', '.join(repr(str(value)[:40]) for value in [*counts][:3])}: no classes that could be learned. Name the column with "
                 "the class with --label-column, or insist with --task classification."
             )
         return "classification"
