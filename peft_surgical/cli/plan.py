@@ -36,12 +36,9 @@ def plan_lines(plan: Plan) -> list[tuple[str, str]]:
     """A plan in names and values; before steps, what is known then."""
     from peft_surgical.training.card import describe_layers, share
 
-    memory = plan.memory
+    memory, part = plan.memory, share(plan.trained, plan.parameters)
     rows = [
-        (
-            "Trained",
-            f"{size(plan.trained, '')} of {size(plan.parameters, '')} parameters ({share(plan.trained, plan.parameters)})",
-        ),
+        ("Trained", f"{size(plan.trained, '')} of {size(plan.parameters, '')} parameters ({part})"),
         ("Layers", describe_layers({"layers": plan.layers}) or "none"),
         ("Saved file", _describe_files(plan.files)),
     ]

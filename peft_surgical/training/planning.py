@@ -102,17 +102,18 @@ def plan(job: TrainingJob, begin: Callable[[TrainingRun], object] = lambda run: 
         raise ValueError("plan measures one device: start it without accelerate launch.")
     with tempfile.TemporaryDirectory() as folder:
         # steps of one batch each, of which nothing is told or kept
-        alone = {"gradient_accumulation": 1, "log_every": None, "report_to": None, "early_stopping": None}
+        alone: Any = {"gradient_accumulation": 1, "log_every": None, "report_to": None, "early_stopping": None}
         run = TrainingRun(dataclasses.replace(job, output=folder, **alone))
         begin(run)
         if run.ranking is None:
             run.rank(progress=False)
         run.adapt()
         known = plan_before_steps(run)
-        trainer = run.make_trainer()
+        trainer: Any = run.make_trainer()
         lengths = [len(ids) for ids in trainer.train_dataset["input_ids"][:]]
         asked = rows = min(job.batch_size, len(lengths))
-        can_checkpoint = run.model.supports_gradient_checkpointing and not job.gradient_checkpointing
+        model: Any = run.model
+        can_checkpoint = model.supports_gradient_checkpointing and not job.gradient_checkpointing
         while rows:
             for checkpointing in (False, True)[: 1 + can_checkpoint]:
                 steps = _Steps(job, run.model, trainer, lengths, rows, can_checkpoint, checkpointing)

@@ -118,11 +118,11 @@ def _read_rows(job: TrainingJob, data: str, split: str | None, columns: Sequence
     name = split or find_split(splits, "test") or next(iter(splits))
     if name not in splits:
         raise ValueError(f"--split {name}: the splits are {[*splits]}.")
-    missing = [column for column in columns if column not in splits[name].column_names]
-    if missing:
+    there = splits[name].column_names
+    if missing := [column for column in columns if column not in there]:
         raise ValueError(
-            f"--data {data}: there is no column {missing[0]!r}; the columns are {splits[name].column_names}. Name what "
-            "the model was trained on with --text-column."
+            f"--data {data}: there is no column {missing[0]!r}; the columns are {there}. Name what the model was "
+            "trained on with --text-column."
         )
     return splits[name]
 

@@ -561,7 +561,7 @@ def test_the_majority_is_what_scikit_learns_dummy_reaches():
         ({"method": "spafit", "preset": "SPAFIT-9"}, "SPAFIT-9"),
         ({"report_to": "tensorbord"}, "--report-to tensorbord: installed are"),
         ({"report_to": "wandb"}, r"--report-to wandb: installed are .*pip install wandb"),
-        ({"optim": "adam_w"}, "--optim adam_w: transformers has none of this name; allowed are .*adamw_torch"),
+        ({"optim": "adam_w"}, "--optim adam_w: transformers has none of this name; allowed are .*adam"),
         ({"optim": "adamw_bnb_8bit"}, "bitsandbytes, which is not installed|needs a GPU"),
         ({"encoding": "utf8-8"}, "--encoding: unknown encoding"),
         ({"fp16": True}, "--fp16 needs a GPU"),
