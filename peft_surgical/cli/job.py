@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin
@@ -43,10 +43,20 @@ def job_parameters(names: Collection[str]) -> Iterator[inspect.Parameter]:
             kind = str | None
         elif get_origin(kind) is tuple:
             kind, default = list[str] | None, None
-        shown = typer.Option(*(option.names or (flag(field.name),)), help=text, rich_help_panel=option.panel)
+        shown = typer.Option(
+            *(option.names or (flag(field.name),)),
+            help=text,
+            rich_help_panel=option.panel,
+            autocompletion=_completion(option.choices) if option.choices else None,
+        )
         yield parameter(field.name, Annotated[kind, shown], default)
     if {*names} == {*job_options()}:
         yield parameter("config", _CONFIG)
+
+
+def _completion(choices: Iterable[str]) -> Callable[..., list[str]]:
+    """How a shell completes the value of an option."""
+    return lambda incomplete: [choice for choice in choices if choice.startswith(incomplete)]
 
 
 def job_of_options(options: dict[str, Any], names: Collection[str], defaults: Mapping[str, Any]) -> TrainingJob:

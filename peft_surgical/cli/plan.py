@@ -47,7 +47,7 @@ def plan_lines(plan: Plan) -> list[tuple[str, str]]:
         return [*rows, ("Memory", f"{size(memory.total)}: {_describe_memory(memory)}{rest}")]
     batch = f"a batch of {plan.batch[0]} rows of {plan.batch[1]} tokens, the longest"
     rows.append(("Memory", f"{size(memory.total)} of the {size(plan.limit)} of {plan.device}, in {batch}"))
-    rows.append(("", _describe_memory(memory)))
+    rows.append(("", f"{_describe_memory(memory)}; not all at one time"))
     if plan.needs:
         rows.append(("Needs", f"{plan.needs}: without, it does not fit"))
     rows += [("Or", f"{size(other.total)} with {option}") for option, other in plan.smaller.items()]
@@ -60,7 +60,8 @@ def plan_lines(plan: Plan) -> list[tuple[str, str]]:
 
 
 def _describe_memory(memory: Memory) -> str:
-    return ", ".join(f"{name} {size(value)}" for name, value in vars(memory).items() if value is not None)
+    parts = {name: value for name, value in vars(memory).items() if value and name != "peak"}
+    return ", ".join(f"{name} {size(parts[name])}" for name in sorted(parts, key=lambda name: -parts[name]))
 
 
 def _describe_files(files: dict[str, int]) -> str:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from peft import PeftModel, get_peft_model_state_dict
 from torch import nn
 
+from peft_surgical.compat import TorchDispatchMode, tree_flatten
 from peft_surgical.copies.module import TunedModule
 from peft_surgical.files.encodings import ENCODINGS
 from peft_surgical.methods.saving import live_tensors
@@ -24,7 +27,9 @@ class Memory:
         copies: What the method adds: copies of tuned weights, LoRA's matrices, the task's head.
         gradients: Of what is trained.
         optimizer: The optimizer's states.
-        activations: On a GPU all else at the peak; on a CPU what is kept for the backward pass. None if not measured.
+        activations: What is kept for the backward pass; None if it was not measured.
+        peak: The most that there is of all at one time, workspace as well; less than the sum where activations are
+            gone before all gradients are there. None if it was not measured.
     """
 
     weights: int
@@ -32,11 +37,12 @@ class Memory:
     gradients: int
     optimizer: int
     activations: int | None = None
+    peak: int | None = None
 
     @property
     def total(self) -> int:
-        """The sum of what is known: on a GPU the peak of what PyTorch has allocated, if activations were measured."""
-        return sum(value or 0 for value in vars(self).values())
+        """The peak, or the sum of what is known."""
+        return self.peak or self.weights + self.copies + self.gradients + self.optimizer
 
 
 def memory_of(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Memory:
@@ -49,9 +55,14 @@ def memory_of(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) 
         states = 2 * gradients + 4 * len(trained)  # two moments of each number, and each tensor's count of steps
     else:
         gradients = nbytes(p.grad for p in trained if p.grad is not None)
-        values = (value for state in optimizer.state.values() for value in state.values())
-        states = nbytes(value for value in values if isinstance(value, torch.Tensor))
+        states = nbytes(states_of(optimizer))
     return Memory(nbytes(held_by(model)) - copies, copies, gradients, states)
+
+
+def states_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    """All tensors that an optimizer holds."""
+    for state in optimizer.state.values():
+        yield from (value for value in state.values() if isinstance(value, torch.Tensor))
 
 
 def eight_bit_states(model: nn.Module) -> int:
@@ -108,3 +119,35 @@ def _encoded(encoding: str, tensor: torch.Tensor) -> int:
     parts = chosen.part_shapes(tensor.shape)
     norms = 8  # of the error and of the difference, in float32
     return norms + sum(math.prod(shape or ()) * chosen.dtypes[part].itemsize for part, shape in parts.items())
+
+
+class PeakOnCPU(TorchDispatchMode):
+    """Counts what PyTorch has allocated since it was entered, as `torch.cuda.max_memory_allocated` does on a GPU; what
+    an operation takes for itself and gives back is not seen.
+
+    Args:
+        held: Tensors that are there before.
+    """
+
+    def __init__(self, held: Iterable[torch.Tensor]):
+        super().__init__()
+        held = [*held]
+        self._known = {tensor.untyped_storage().data_ptr() for tensor in held}
+        self._now = self.peak = nbytes(held)
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = operation(*args, **(kwargs or {}))
+        for tensor in tree_flatten(made)[0]:
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                place, size = storage.data_ptr(), storage.nbytes()
+                if place not in self._known:
+                    self._known.add(place)
+                    self._now += size
+                    weakref.finalize(storage, self._forget, place, size)
+        self.peak = max(self.peak, self._now)
+        return made
+
+    def _forget(self, place: int, size: int) -> None:
+        self._known.discard(place)
+        self._now -= size

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
 import random
@@ -23,7 +24,16 @@ from peft_surgical.layers import unwrap
 from peft_surgical.methods.report import tuning_report
 from peft_surgical.training.evaluation import precision_restored
 from peft_surgical.training.job import TrainingJob
-from peft_surgical.training.memory import Memory, eight_bit_states, file_sizes, held_by, memory_of, nbytes
+from peft_surgical.training.memory import (
+    Memory,
+    PeakOnCPU,
+    eight_bit_states,
+    file_sizes,
+    held_by,
+    memory_of,
+    nbytes,
+    states_of,
+)
 from peft_surgical.training.run import TrainingRun
 
 
@@ -70,7 +80,7 @@ def plan_before_steps(run: TrainingRun) -> Plan:
     device = this_process().device
     is_cuda = device.type == "cuda"
     layers = [row.bytes for row in tuning_report(unwrap(run.model)).rows if row.index is not None]
-    has_layers = layers and run.job.method in ("surgical", "last", "full")
+    has_layers = layers and run.job.method in ("surgical", "last")
     return Plan(
         layers=run.tuned_layers,
         trained=run.trained_parameters,
@@ -78,7 +88,7 @@ def plan_before_steps(run: TrainingRun) -> Plan:
         files=file_sizes(run.model),
         memory=memory_of(run.model),
         layer=sum(layers) // len(layers) if has_layers else None,
-        device=torch.cuda.get_device_name(device) if is_cuda else f"this {device.type.upper()}'s machine",
+        device=torch.cuda.get_device_name(device) if is_cuda else "this machine",
         limit=torch.cuda.mem_get_info(device)[1] if is_cuda else psutil.virtual_memory().total,
     )
 
@@ -101,7 +111,7 @@ def plan(job: TrainingJob, begin: Callable[[TrainingRun], object] = lambda run: 
     if this_process().num_processes > 1:
         raise ValueError("plan measures one device: start it without accelerate launch.")
     with tempfile.TemporaryDirectory() as folder:
-        # steps of one batch each, of which nothing is told or kept
+        # of one batch each, of which nothing is told or kept
         alone: Any = {"gradient_accumulation": 1, "log_every": None, "report_to": None, "early_stopping": None}
         run = TrainingRun(dataclasses.replace(job, output=folder, **alone))
         begin(run)
@@ -153,6 +163,7 @@ class _Steps(TrainerCallback):
             self.batches.append((CHECKPOINTING, longest))
         draw = random.Random(job.seed)
         self.batches += [("time", draw.sample(range(len(lengths)), rows)) for _ in range(TIMED_STEPS)]
+        self.watching = contextlib.ExitStack()
         self.found: dict[str, Memory] = {}
         self.seconds: list[tuple[float, float]] = []
 
@@ -164,13 +175,13 @@ class _Steps(TrainerCallback):
             trainer.train_dataset, batch_sampler=rows, collate_fn=trainer.data_collator
         )
         trainer.args.max_steps, trainer.args.save_strategy = len(rows), "no"
-        if not self.is_cuda:
-            trainer.compute_loss = self._counting(type(trainer).compute_loss.__get__(trainer))
+        trainer.compute_loss = self._counting(type(trainer).compute_loss.__get__(trainer))
         if self.checkpointing:
             self._set_checkpointing(True)
         trainer.add_callback(self)
         try:
-            trainer.train()
+            with self.watching:
+                trainer.train()
         finally:
             trainer.remove_callback(self)
             if self.checkpointing:
@@ -183,7 +194,9 @@ class _Steps(TrainerCallback):
         seconds = [sum(times) / len(times) for times in zip(*self.seconds, strict=True)]
         memory, smaller = self.found.pop("as asked"), self.found
         if self.is_cuda and self.job.optim is None:
-            smaller["--optim adamw_bnb_8bit"] = dataclasses.replace(memory, optimizer=eight_bit_states(self.model))
+            states = eight_bit_states(self.model)
+            less = memory.total - memory.optimizer + states
+            smaller["--optim adamw_bnb_8bit"] = dataclasses.replace(memory, optimizer=states, peak=less)
         return dataclasses.replace(
             known,
             memory=memory,
@@ -196,19 +209,24 @@ class _Steps(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.begun = self.ended = self._now()
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self.batches[state.global_step][0] == CHECKPOINTING:
+    def on_step_begin(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
+        name = self.batches[state.global_step][0]
+        if name == CHECKPOINTING:
             self._set_checkpointing(True)
         if self.is_cuda:
             torch.cuda.reset_peak_memory_stats()
+        elif name not in ("first", "time"):
+            held = [*held_by(self.model), *states_of(optimizer)]
+            self.counter = self.watching.enter_context(PeakOnCPU(held))
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
         self.updates_at = self._now()
         self.gradients = memory_of(self.model, optimizer).gradients
-        self.peak = torch.cuda.max_memory_allocated() if self.is_cuda else 0
+        self.peak_of_passes = self._peak()
 
     def on_step_end(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
         name, now = self.batches[state.global_step - 1][0], self._now()
+        self.watching.close()
         if name == "time":
             self.seconds.append((self.updates_at - self.ended, now - self.updates_at))
             control.should_training_stop |= now - self.begun > TIMED_SECONDS
@@ -219,13 +237,16 @@ class _Steps(TrainerCallback):
         self.ended = self._now()
 
     def _memory(self, optimizer: Any) -> Memory:
-        memory = dataclasses.replace(memory_of(self.model, optimizer), gradients=self.gradients)
-        if not self.is_cuda:
-            return dataclasses.replace(memory, activations=self.kept)
         # the gradients of the batches before are there as well, where several make a step
         before = self.gradients if self.job.gradient_accumulation > 1 else 0
-        peak = max(self.peak + before, torch.cuda.max_memory_allocated())
-        return dataclasses.replace(memory, activations=peak - memory.total)
+        peak = max(self.peak_of_passes + before, self._peak())
+        memory = memory_of(self.model, optimizer)
+        return dataclasses.replace(memory, gradients=self.gradients, activations=self.kept, peak=peak)
+
+    def _peak(self) -> int:
+        if self.is_cuda:
+            return torch.cuda.max_memory_allocated()
+        return self.counter.peak if hasattr(self, "counter") else 0
 
     def _counting(self, compute_loss: Callable[..., Any]) -> Callable[..., Any]:
         """A trainer's `compute_loss` that counts the bytes that autograd keeps for the backward pass."""
@@ -242,6 +263,7 @@ class _Steps(TrainerCallback):
             with saved_tensors_hooks(keep, lambda tensor: tensor):
                 loss = compute_loss(*args, **kwargs)
             self.kept = nbytes(kept)
+            kept.clear()  # autograd holds `keep` until the last node is done
             return loss
 
         return counting

@@ -101,6 +101,7 @@ finally:
         (["rank", "--help"], None, "Rank a model's layers"),
         ([], "peft-surgical ", "evaluate"),
         ([], "peft-surgical train --gra", "--gradient-accumulation"),
+        ([], "peft-surgical train --method s", "spafit"),
     ],
 )
 def test_help_and_completions_load_nothing_heavy(arguments, typed, shown):
