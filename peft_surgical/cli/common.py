@@ -8,11 +8,12 @@ import logging
 import sys
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -21,7 +22,16 @@ from rich.markup import escape
 from rich.table import Table
 
 from peft_surgical.cli.job import job_of_options, job_parameters
+from peft_surgical.training.job import TrainingJob
+from peft_surgical.training.methods import METHODS, describe_strata_by_rank
 from peft_surgical.training.options import check_writable
+
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+    from peft_surgical.training.data import Task
+    from peft_surgical.training.run import TrainingRun
 
 
 _QUIET = Annotated[bool, typer.Option("--quiet", "-q", help="Show errors only.", rich_help_panel="The run")]
@@ -67,6 +77,7 @@ def as_command(
     return run
 
 
+FEW_ROWS = 100  # too few to choose a checkpoint by
 WRITERS = {".csv": "to_csv", ".jsonl": "to_json", ".parquet": "to_parquet"}
 """How rows are written to a file, by its ending."""
 
@@ -145,6 +156,67 @@ def show_table(console: Console, rows: Iterable[tuple[str, str]]) -> None:
     for name, value in rows:
         table.add_row(escape(name), escape(value))
     console.print(table)
+
+
+def show_start(console: Console, run: TrainingRun) -> None:
+    """Show what a run is about to do, and what its numbers are worth."""
+    from peft_surgical.training.card import describe_majority
+
+    job, task, parts = run.job, run.prepared.task, run.prepared.parts
+    text = " + ".join(task.text_columns)
+    if task.unused_columns:
+        text += f"  (not used: {', '.join(task.unused_columns)})"
+    rows = [
+        ("Model", f"{job.model}, {size(run.total_parameters, '')} parameters"),
+        ("Text", text),
+        *([("Label", f"{task.label_column}: {_count_classes(task, parts.train)}")] if task.label_column else []),
+        *([("Learns", _what_is_learnt(job, task))] if task.form else []),
+        ("Train on", f"{len(parts.train):,} {parts.train_name}"),
+        ("Choose on", f"{len(parts.selection):,} rows: {parts.selection_name}" if parts.selection else "nothing"),
+        ("Measure on", f"{len(parts.evaluation):,} rows: {parts.evaluation_name}"),
+        *([("Most are", describe_majority(run.majority))] if run.majority else []),
+        ("Method", f"{job.method}, {METHODS[job.method].about}; learning rate {job.peak_learning_rate:g}"),
+    ]
+    show_table(console, rows)
+    if parts.optimistic:
+        console.print(
+            "The checkpoint is chosen on the same rows that it is measured on, so the numbers will be too good.",
+            style="yellow",
+        )
+    elif parts.selection and len(parts.selection) < FEW_ROWS:
+        console.print(
+            f"Only {len(parts.selection)} rows choose the best epoch, which is little more than chance. More rows: "
+            "--held-out. The last epoch: --select-on none.",
+            style="yellow",
+            soft_wrap=True,
+        )
+
+
+def _what_is_learnt(job: TrainingJob, task: Task) -> str:
+    """Which tokens of a language model's rows have a loss."""
+    if job.assistant_only_loss:
+        return "what the assistant says"
+    if len(task.text_columns) > 1:
+        return "the answers"
+    return "all of the text" if task.form == "text" else "all of each chat; with --assistant-only-loss, the answers"
+
+
+def _count_classes(task: Task, rows: Dataset) -> str:
+    """The classes, each with its number of training rows, the most frequent first."""
+    if not task.labels:
+        return "a number"
+    shown = [f"{task.labels[i]} {count:,}" for i, count in Counter(rows["labels"][:]).most_common(20)]
+    left = len(task.labels) - len(shown)
+    return ", ".join(shown) + (f" and {left} more classes" if left else "")
+
+
+def show_ranking(console: Console, run: TrainingRun) -> None:
+    """Rank the layers, if the job chooses them so, and show the ranking."""
+    ranking = run.rank(progress=not console.quiet)
+    if ranking is not None:
+        console.print(str(ranking), markup=False, soft_wrap=True)
+        if run.job.method == "spafit":
+            console.print(describe_strata_by_rank(ranking, run.job.group_2), soft_wrap=True)
 
 
 def show_metrics(

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from peft_surgical.cli.common import show_table, size
+from peft_surgical.cli.common import show_ranking, show_start, show_table, size
 from peft_surgical.training.job import TrainingJob
 
 
@@ -19,7 +19,6 @@ def plan(console: Console, job: TrainingJob) -> None:
 
     A few real training steps are taken, on the longest rows and on some at random. Nothing is kept of them.
     """
-    from peft_surgical.cli.train import show_ranking, show_start
     from peft_surgical.training.planning import TrainingRun, plan
 
     def begin(run: TrainingRun) -> None:
@@ -45,15 +44,17 @@ def plan_lines(plan: Plan) -> list[tuple[str, str]]:
     if plan.batch is None:
         rest = "" if plan.needs is None else "; and activations, which `peft-surgical plan` measures"
         return [*rows, ("Memory", f"{size(memory.total)}: {_describe_memory(memory)}{rest}")]
-    batch = f"a batch of {plan.batch[0]} rows of {plan.batch[1]} tokens, the longest"
-    rows.append(("Memory", f"{size(memory.total)} of the {size(plan.limit)} of {plan.device}, in {batch}"))
-    rows.append(("", f"{_describe_memory(memory)}; not all at one time"))
+    rows_by_tokens = f"{plan.batch[0]} rows of {plan.batch[1]} tokens"
+    rows.append(
+        ("Memory", f"{size(memory.total)} at the peak, of {size(plan.limit)} ({plan.device}); {rows_by_tokens}")
+    )
+    rows.append(("", _describe_memory(memory)))
     if plan.needs:
         rows.append(("Needs", f"{plan.needs}: without, it does not fit"))
     rows += [("Or", f"{size(other.total)} with {option}") for option, other in plan.smaller.items()]
     if plan.layer is not None:
         held = (plan.layer if memory.copies else 0) + plan.layer * (1 + memory.optimizer / memory.gradients)
-        rows.append(("Or", f"{size(held)} less for each layer less, for its copy, gradients and optimizer"))
+        rows.append(("Or", f"{size(held)} less for each layer less"))
     if plan.seconds is not None:
         rows.append(("An epoch", f"{_describe_time(plan.seconds)} of training steps"))
     return rows

@@ -4,25 +4,19 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections import Counter
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
-from peft_surgical.cli.common import show_metrics, show_table, size
+from peft_surgical.cli.common import show_metrics, show_ranking, show_start, show_table, size
 from peft_surgical.cli.plan import plan_lines
 from peft_surgical.training.job import CAUSAL_LM, TrainingJob
-from peft_surgical.training.methods import METHODS, describe_strata_by_rank
 
 
 if TYPE_CHECKING:
-    from datasets import Dataset
-
-    from peft_surgical.training.data import Task
     from peft_surgical.training.run import TrainingRun
 
-FEW_ROWS = 100
 SECONDS_BETWEEN_LINES = 30
 
 
@@ -82,15 +76,6 @@ def train(
     _show_end(console, job, results)
 
 
-def show_ranking(console: Console, run: TrainingRun) -> None:
-    """Rank the layers, if the job chooses them so, and show the ranking."""
-    ranking = run.rank(progress=not console.quiet)
-    if ranking is not None:
-        console.print(str(ranking), markup=False, soft_wrap=True)
-        if run.job.method == "spafit":
-            console.print(describe_strata_by_rank(ranking, run.job.group_2), soft_wrap=True)
-
-
 def describe_checkpoint(run: TrainingRun) -> str:
     """From where a run goes on if it is resumed now, in words."""
     from peft_surgical.training.card import CHECKPOINTS, newest_checkpoint
@@ -100,58 +85,6 @@ def describe_checkpoint(run: TrainingRun) -> str:
         return "the start, for there is no checkpoint before the end of the first epoch"
     state = json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
     return f"step {state['global_step']:,}, epoch {state['epoch']:.3g} of {run.job.epochs:.3g}"
-
-
-def show_start(console: Console, run: TrainingRun) -> None:
-    """Show what a run is about to do, and what its numbers are worth."""
-    from peft_surgical.training.card import describe_majority
-
-    job, task, parts = run.job, run.prepared.task, run.prepared.parts
-    text = " + ".join(task.text_columns)
-    if task.unused_columns:
-        text += f"  (not used: {', '.join(task.unused_columns)})"
-    rows = [
-        ("Model", f"{job.model}, {size(run.total_parameters, '')} parameters"),
-        ("Text", text),
-        *([("Label", f"{task.label_column}: {_count_classes(task, parts.train)}")] if task.label_column else []),
-        *([("Learns", _what_is_learnt(job, task))] if task.form else []),
-        ("Train on", f"{len(parts.train):,} {parts.train_name}"),
-        ("Choose on", f"{len(parts.selection):,} rows: {parts.selection_name}" if parts.selection else "nothing"),
-        ("Measure on", f"{len(parts.evaluation):,} rows: {parts.evaluation_name}"),
-        *([("Most are", describe_majority(run.majority))] if run.majority else []),
-        ("Method", f"{job.method}, {METHODS[job.method].about}; learning rate {job.peak_learning_rate:g}"),
-    ]
-    show_table(console, rows)
-    if parts.optimistic:
-        console.print(
-            "The checkpoint is chosen on the same rows that it is measured on, so the numbers will be too good.",
-            style="yellow",
-        )
-    elif parts.selection and len(parts.selection) < FEW_ROWS:
-        console.print(
-            f"Only {len(parts.selection)} rows choose the best epoch, which is little more than chance. More rows: "
-            "--held-out. The last epoch: --select-on none.",
-            style="yellow",
-            soft_wrap=True,
-        )
-
-
-def _what_is_learnt(job: TrainingJob, task: Task) -> str:
-    """Which tokens of a language model's rows have a loss."""
-    if job.assistant_only_loss:
-        return "what the assistant says"
-    if len(task.text_columns) > 1:
-        return "the answers"
-    return "all of the text" if task.form == "text" else "all of each chat; with --assistant-only-loss, the answers"
-
-
-def _count_classes(task: Task, rows: Dataset) -> str:
-    """The classes, each with its number of training rows, the most frequent first."""
-    if not task.labels:
-        return "a number"
-    shown = [f"{task.labels[i]} {count:,}" for i, count in Counter(rows["labels"][:]).most_common(20)]
-    left = len(task.labels) - len(shown)
-    return ", ".join(shown) + (f" and {left} more classes" if left else "")
 
 
 def _show_end(console: Console, job: TrainingJob, results: dict[str, Any]) -> None:

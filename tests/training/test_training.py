@@ -300,6 +300,19 @@ def test_the_loss_is_logged_every_so_many_steps_and_told_by_epoch(job, tmp_path)
     assert same(weights(tmp_path / "usual"), weights(tmp_path / "out"))
 
 
+def test_what_a_service_writes_beside_the_checkpoints_stays_when_these_go(job, tmp_path):
+    class Service(TrainerCallback):
+        def on_train_begin(self, args, state, control, **kwargs):
+            self.folder = Path(args.output_dir) / "runs"
+            self.folder.mkdir(parents=True)
+
+    service = Service()
+    run = TrainingRun(job(max_steps=1), callbacks=[service])
+    run.fit()
+    run.finish()
+    assert [*(tmp_path / "out" / "checkpoints").iterdir()] == [service.folder]
+
+
 def test_a_run_that_was_killed_before_its_first_checkpoint_starts_again(job, tmp_path):
     asked = job()
     TrainingRun(asked)
