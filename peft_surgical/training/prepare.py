@@ -101,9 +101,9 @@ def _check_options(job: TrainingJob) -> None:
     if job.chat_template is not None and not Path(job.chat_template).is_file():
         raise ValueError(f"--chat-template {job.chat_template}: there is no such file.")
     if job.report_to not in (None, "all", "none", *(installed := get_available_reporting_integrations())):
-        known = job.report_to in ("tensorboard", "wandb")
-        advice = f" Install it (pip install {job.report_to}), or drop the option." if known else ""
-        raise ValueError(f"--report-to {job.report_to}: installed are {', '.join(installed) or 'none'}.{advice}")
+        there = f"installed are {', '.join(installed)}" if installed else "no such service is installed"
+        advice = f" pip install {job.report_to}, or drop it." if job.report_to in ("tensorboard", "wandb") else ""
+        raise ValueError(f"--report-to {job.report_to}: {there}.{advice}")
     if job.optim is not None:
         _check_optimizer(job.optim)
     try:
