@@ -44,6 +44,7 @@ def train(
     """
     from tqdm import tqdm
 
+    from peft_surgical.distributed import this_process
     from peft_surgical.training.planning import plan_before_steps
     from peft_surgical.training.progress import ProgressLines, StepBar
     from peft_surgical.training.run import TrainingRun
@@ -57,7 +58,8 @@ def train(
     try:
         show_ranking(console, run)
         run.adapt()
-        show_table(console, plan_lines(plan_before_steps(run)))
+        if this_process().num_processes == 1:  # several may share what is counted here as one's
+            show_table(console, plan_lines(plan_before_steps(run)))
         if run.checkpoint is not None:
             console.print(f"Going on from {describe_checkpoint(run)}.")
         if not console.quiet:
