@@ -25,7 +25,7 @@ from peft.utils import save_and_load
 from peft.utils.other import ModulesToSaveWrapper
 from peft.utils.peft_types import PeftType
 from torch import nn
-from torch.utils import _pytree
+from torch.utils import _python_dispatch, _pytree
 
 
 # by the module, or the class in a module, that has them
@@ -80,6 +80,7 @@ PRIVATE_NAMES: dict[str, tuple[str, ...]] = {
         "_global_forward_hooks",
         "_global_forward_pre_hooks",
     ),
+    "torch.utils._python_dispatch": ("TorchDispatchMode",),
     "torch.utils._pytree": ("TreeSpec", "tree_flatten", "tree_unflatten"),
 }
 if int(transformers.__version__.partition(".")[0]) >= 5:  # what it converts when it reads a checkpoint
@@ -249,3 +250,4 @@ insert_adapter_name = save_and_load._insert_adapter_name_into_state_dict
 TreeSpec = _pytree.TreeSpec
 tree_flatten = _pytree.tree_flatten
 tree_unflatten = _pytree.tree_unflatten
+TorchDispatchMode: Any = _python_dispatch.TorchDispatchMode

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import inspect
 import logging
 import sys
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any, get_origin
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -21,23 +21,36 @@ from rich.logging import RichHandler
 from rich.markup import escape
 from rich.table import Table
 
-from peft_surgical.training.job import TrainingJob, job_options
-from peft_surgical.training.options import check_writable, flag
+from peft_surgical.cli.job import job_of_options, job_parameters
+from peft_surgical.training.job import TrainingJob
+from peft_surgical.training.methods import METHODS, describe_strata_by_rank
+from peft_surgical.training.options import check_writable
 
 
-_QUIET = Annotated[bool, typer.Option("--quiet", "-q", help="Show errors only.")]
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+    from peft_surgical.training.data import Task
+    from peft_surgical.training.run import TrainingRun
+
+
+_QUIET = Annotated[bool, typer.Option("--quiet", "-q", help="Show errors only.", rich_help_panel="The run")]
 Adapter = Annotated[str, typer.Argument(help="The adapter: a folder, or its name on the hub.")]
 Base = Annotated[str, typer.Argument(help="The base model: a folder, or a name on the hub.")]
 Output = Annotated[Path, typer.Option("--output", "-o", help="The folder to write to.")]
 Encoding = Annotated[str, typer.Option(help="How tensors are written: values, lossless, bf16, int8, int4 or sign.")]
 
 
-def as_command(function: Callable[..., None], of_job: Collection[str] = ()) -> Callable[..., None]:
+def as_command(
+    function: Callable[..., None], of_job: Collection[str] = (), defaults: Mapping[str, Any] | None = None
+) -> Callable[..., None]:
     """A function as Typer takes it, with the library loaded and errors shown as messages when it is called.
 
     Args:
-        function: Takes a console first. Its other parameters are the command's options.
-        of_job: The fields of `TrainingJob` that are options too; the function takes them as keywords.
+        function: Takes a console first, and a job second if its fields are options. Its other parameters are the
+            command's options.
+        of_job: The fields of `TrainingJob` that are options too.
+        defaults: What the command sets in a job that is not told otherwise.
 
     Returns:
         The function with `--quiet` in place of the console.
@@ -45,88 +58,26 @@ def as_command(function: Callable[..., None], of_job: Collection[str] = ()) -> C
 
     def run(*, quiet: bool, **options: Any) -> None:
         with _report_errors():
+            if of_job:  # before anything is loaded
+                options["job"] = job_of_options(options, of_job, defaults or {})
             _load_library()
             console = _open_console(quiet)
             with _tidy_logging(console), _ending_processes():
                 function(console, **options)
 
-    own = [p for p in inspect.signature(function, eval_str=True).parameters.values() if p.kind is not p.VAR_KEYWORD]
+    own = [
+        p for p in inspect.signature(function, eval_str=True).parameters.values() if p.name not in ("console", "job")
+    ]
     quiet = inspect.Parameter("quiet", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=_QUIET)
-    parameters = [*_job_parameters(of_job), *own[1:], quiet]
-    keywords = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in parameters]
-    run.__signature__ = inspect.Signature(keywords)  # type: ignore[attr-defined]
+    parameters = [*(job_parameters(of_job) if of_job else ()), *own, quiet]
+    run.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in parameters]
+    )
     run.__doc__ = function.__doc__
     return run
 
 
-def _job_parameters(names: Collection[str]) -> Iterator[inspect.Parameter]:
-    """Fields of `TrainingJob` as parameters that Typer makes options of."""
-    for field in dataclasses.fields(TrainingJob):
-        if field.name not in names:
-            continue
-        kind, option = job_options()[field.name]
-        default = inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default
-        if field.name in READERS:
-            kind = str | None
-        elif get_origin(kind) is tuple:
-            kind, default = list[str] | None, None
-        shown = typer.Option(*(option.names or (flag(field.name),)), help=option.help, rich_help_panel=option.panel)
-        yield inspect.Parameter(
-            field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, shown]
-        )
-
-
-def read_job_fields(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a `TrainingJob` from a command's options, read from text where the option holds some.
-
-    Raises:
-        ValueError: A text cannot be read; the message names the option.
-    """
-    fields = {}
-    for name, value in options.items():
-        if name in READERS and value is not None:
-            try:
-                value = READERS[name](value)
-            except ValueError as error:
-                raise ValueError(f"{flag(name)} {value}: {error}") from None
-        elif get_origin(job_options()[name][0]) is tuple:
-            value = tuple(value or ())
-        fields[name] = value
-    return fields
-
-
-def read_layers(text: str) -> str | tuple[int | str, ...]:
-    """Read layers as they are written on a command line.
-
-    Example:
-
-        >>> read_layers("3,5,-1"), read_layers("last:25%"), read_layers("0-2,5")
-        ((3, 5, -1), 'last:25%', ('0-2', 5))
-    """
-    parts = [part.strip() for part in text.split(",")]
-    items = tuple(int(part) if part.lstrip("-").isdigit() else part for part in parts)
-    return items[0] if len(items) == 1 and isinstance(items[0], str) else items
-
-
-def read_depth(text: str) -> int | float:
-    """Read a layer's index, or a fraction of the depth.
-
-    Raises:
-        ValueError: The text is neither.
-
-    Example:
-
-        >>> read_depth("4"), read_depth("0.2")
-        (4, 0.2)
-    """
-    try:
-        return int(text) if text.lstrip("-").isdigit() else float(text)
-    except ValueError:
-        raise ValueError("allowed are a layer's index and a fraction such as 0.2.") from None
-
-
-READERS: dict[str, Callable[[str], Any]] = {"layers": read_layers, "n1": read_depth, "n2": read_depth}
-"""How the fields that are written as text on the command line are read."""
+FEW_ROWS = 100  # too few to choose a checkpoint by
 WRITERS = {".csv": "to_csv", ".jsonl": "to_json", ".parquet": "to_parquet"}
 """How rows are written to a file, by its ending."""
 
@@ -205,6 +156,67 @@ def show_table(console: Console, rows: Iterable[tuple[str, str]]) -> None:
     for name, value in rows:
         table.add_row(escape(name), escape(value))
     console.print(table)
+
+
+def show_start(console: Console, run: TrainingRun) -> None:
+    """Show what a run is about to do, and what its numbers are worth."""
+    from peft_surgical.training.card import describe_majority
+
+    job, task, parts = run.job, run.prepared.task, run.prepared.parts
+    text = " + ".join(task.text_columns)
+    if task.unused_columns:
+        text += f"  (not used: {', '.join(task.unused_columns)})"
+    rows = [
+        ("Model", f"{job.model}, {size(run.total_parameters, '')} parameters"),
+        ("Text", text),
+        *([("Label", f"{task.label_column}: {_count_classes(task, parts.train)}")] if task.label_column else []),
+        *([("Learns", _what_is_learnt(job, task))] if task.form else []),
+        ("Train on", f"{len(parts.train):,} {parts.train_name}"),
+        ("Choose on", f"{len(parts.selection):,} rows: {parts.selection_name}" if parts.selection else "nothing"),
+        ("Measure on", f"{len(parts.evaluation):,} rows: {parts.evaluation_name}"),
+        *([("Most are", describe_majority(run.majority))] if run.majority else []),
+        ("Method", f"{job.method}, {METHODS[job.method].about}; learning rate {job.peak_learning_rate:g}"),
+    ]
+    show_table(console, rows)
+    if parts.optimistic:
+        console.print(
+            "The checkpoint is chosen on the same rows that it is measured on, so the numbers will be too good.",
+            style="yellow",
+        )
+    elif parts.selection and len(parts.selection) < FEW_ROWS:
+        console.print(
+            f"Only {len(parts.selection)} rows choose the best epoch, which is little more than chance. More rows: "
+            "--held-out. The last epoch: --select-on none.",
+            style="yellow",
+            soft_wrap=True,
+        )
+
+
+def _what_is_learnt(job: TrainingJob, task: Task) -> str:
+    """Which tokens of a language model's rows have a loss."""
+    if job.assistant_only_loss:
+        return "what the assistant says"
+    if len(task.text_columns) > 1:
+        return "the answers"
+    return "all of the text" if task.form == "text" else "all of each chat; with --assistant-only-loss, the answers"
+
+
+def _count_classes(task: Task, rows: Dataset) -> str:
+    """The classes, each with its number of training rows, the most frequent first."""
+    if not task.labels:
+        return "a number"
+    shown = [f"{task.labels[i]} {count:,}" for i, count in Counter(rows["labels"][:]).most_common(20)]
+    left = len(task.labels) - len(shown)
+    return ", ".join(shown) + (f" and {left} more classes" if left else "")
+
+
+def show_ranking(console: Console, run: TrainingRun) -> None:
+    """Rank the layers, if the job chooses them so, and show the ranking."""
+    ranking = run.rank(progress=not console.quiet)
+    if ranking is not None:
+        console.print(str(ranking), markup=False, soft_wrap=True)
+        if run.job.method == "spafit":
+            console.print(describe_strata_by_rank(ranking, run.job.group_2), soft_wrap=True)
 
 
 def show_metrics(

@@ -173,7 +173,7 @@ class Demo:
 
     def tune(self, task: str, way: str, run: TrainingRun | None = None) -> None:
         """Train and measure a run, and check that it beats the head alone."""
-        from peft_surgical.training.run import StepBar
+        from peft_surgical.training.progress import StepBar
 
         run = run or self.make_run(task, way)
         run.callbacks = [StepBar()] if self.console.is_terminal and not self.console.quiet else []

@@ -20,6 +20,10 @@ def evaluate(
     data: Annotated[str | None, typer.Option(help="Other data to measure on, as in train.")] = None,
     subset: Annotated[str | None, typer.Option(help="Which of the subsets of a data set on the hub.")] = None,
     split: Annotated[str | None, typer.Option(help="The split to measure on.")] = None,
+    text_column: Annotated[
+        list[str] | None, typer.Option(help="Column with the text in other data; twice for two. Found if not given.")
+    ] = None,
+    label_column: Annotated[str | None, typer.Option(help="Column with the label. Found if not given.")] = None,
     batch_size: Annotated[int | None, typer.Option(help="Rows per batch.")] = None,
     output: Annotated[Path | None, typer.Option(help="Save the metrics here (.json).")] = None,
     predictions: Annotated[
@@ -34,7 +38,16 @@ def evaluate(
         check_writable("--output", output, (".json",))
     if predictions is not None:
         check_writable("--predictions", predictions, WRITERS)
-    result = evaluate(folder, model=model, data=data, subset=subset, split=split, batch_size=batch_size)
+    result = evaluate(
+        folder,
+        model=model,
+        data=data,
+        subset=subset,
+        split=split,
+        batch_size=batch_size,
+        text_columns=text_column or (),
+        label_column=label_column,
+    )
     show_metrics(console, result.metrics, len(result.data), result.rows, majority(result.data, result.labels))
     if not this_process().is_main_process:  # the first one writes
         return

@@ -12,6 +12,10 @@ from peft_surgical.cli.common import WRITERS, show_table
 from peft_surgical.training.options import check_writable
 
 
+SHOWN = 3
+"""How many answers are shown where all are saved."""
+
+
 def predict(
     console: Console,
     folder: Annotated[Path, typer.Argument(help="The folder that `peft-surgical train` wrote.")],
@@ -23,6 +27,12 @@ def predict(
     ] = None,
     data: Annotated[str | None, typer.Option(help="Read the texts or prompts from here, as in train.")] = None,
     split: Annotated[str | None, typer.Option(help="The split of the data. Default: test, else the first.")] = None,
+    text_column: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Column with the text or prompt, if the data call it otherwise than the training; twice for two."
+        ),
+    ] = None,
     model: Annotated[str | None, typer.Option(help="The base model, if it lies elsewhere now.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="The most tokens that a language model says.")] = 256,
     temperature: Annotated[
@@ -45,18 +55,19 @@ def predict(
         text or (),
         data=data,
         split=split,
+        text_columns=text_column or (),
         model=model,
         max_new_tokens=max_new_tokens,
         temperature=temperature,
         seed=seed,
     ):
         rows.append(row)
-        show_table(
-            console, [(name, f"{value:.4f}" if isinstance(value, float) else value) for name, value in row.items()]
-        )
-        console.print()
+        if output is None or len(rows) <= SHOWN:
+            shown = [(name, f"{value:.4f}" if isinstance(value, float) else value) for name, value in row.items()]
+            show_table(console, shown)
+            console.print()
     if output is not None and this_process().is_main_process:
         from datasets import Dataset
 
         getattr(Dataset.from_list(rows), WRITERS[output.suffix])(str(output))
-        console.print(f"Saved {output}")
+        console.print(f"Saved {len(rows):,} rows in {output}")

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
 
-from peft_surgical.cli.common import check_plot, read_job_fields
+from peft_surgical.cli.common import check_plot
 from peft_surgical.training.job import TrainingJob
 from peft_surgical.training.methods import describe_strata_by_rank
 from peft_surgical.training.options import check_writable
@@ -19,13 +19,14 @@ JOB_FIELDS = frozenset(
     | {"fisher_labels", "aggregation", "head_seeds", "stack", "batch_size", "dtype", "seed"}
     | {"chat_template", "assistant_only_loss", "load_in_4bit"}
 )
+DEFAULTS = {"output": "", "select_on": "none", "score": "fisher"}
 
 
 def rank(
     console: Console,
+    job: TrainingJob,
     output: Annotated[Path | None, typer.Option(help="Save the ranking here (.json).")] = None,
     plot: Annotated[Path | None, typer.Option(help="Save a plot here (.png, .pdf, .svg).")] = None,
-    **options: Any,
 ) -> None:
     """Rank a model's layers by how much they matter for a task, on some of its training rows.
 
@@ -38,8 +39,6 @@ def rank(
     if output is not None:
         check_writable("--output", output, (".json",))
     check_plot("--plot", plot)
-    fields = read_job_fields(options)
-    job = TrainingJob(output="", select_on="none", **fields | {"score": fields["score"] or "fisher"})
     ranking = rank(prepare(job), job, progress=not console.quiet)
     console.print(str(ranking), markup=False, soft_wrap=True)
     console.print(describe_strata_by_rank(ranking), markup=False, soft_wrap=True)

@@ -2,112 +2,91 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections import Counter
-from pathlib import Path
+import json
+import shlex
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
-from peft_surgical.cli.common import read_job_fields, show_metrics, show_table, size
-from peft_surgical.training.job import CAUSAL_LM, JOB_FILE, TrainingJob
-from peft_surgical.training.methods import METHODS, describe_strata_by_rank
+from peft_surgical.cli.common import show_metrics, show_ranking, show_start, show_table, size
+from peft_surgical.cli.plan import plan_lines
+from peft_surgical.training.job import CAUSAL_LM, TrainingJob
 
 
 if TYPE_CHECKING:
-    from datasets import Dataset
-
-    from peft_surgical.training.data import Task
     from peft_surgical.training.run import TrainingRun
+
+SECONDS_BETWEEN_LINES = 30
 
 
 def train(
     console: Console,
-    ctx: typer.Context,
+    job: TrainingJob,
     resume: Annotated[
         bool,
-        typer.Option("--resume", help="Go on from the newest checkpoint in the output folder, if there is one."),
+        typer.Option(
+            "--resume",
+            help="Go on from the newest checkpoint in the output folder, if there is one. Its job is kept; with more "
+            "--epochs or --max-steps it trains longer.",
+            rich_help_panel="The run",
+        ),
     ] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Empty the output folder first.")] = False,
-    **options: Any,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Empty the output folder first.", rich_help_panel="The run")
+    ] = False,
 ) -> None:
     """Tune a model on a task: rank the layers, tune the chosen ones, keep the best checkpoint, save what changed.
 
     Layers are ranked on training rows, the checkpoint is chosen on rows held out of them, and the evaluation rows are
     looked at once, at the end. The output folder gets the adapter (with `--method full` the whole model), the ranking,
-    `metrics.json` and a model card.
+    `metrics.json`, a model card, and `run.yaml`, with which `--config` runs it again.
     """
     from tqdm import tqdm
 
-    from peft_surgical.training.run import EpochLines, StepBar, TrainingRun
+    from peft_surgical.distributed import this_process
+    from peft_surgical.training.planning import plan_before_steps
+    from peft_surgical.training.progress import ProgressLines, StepBar
+    from peft_surgical.training.run import TrainingRun
 
-    job = _make_job(ctx, options, resume)
     run = TrainingRun(job, resume=resume, overwrite=overwrite)
-    _show_start(console, run)
-    ranking = run.rank(progress=not console.quiet)
-    if ranking is not None:
-        console.print(str(ranking), markup=False, soft_wrap=True)
-        if job.method == "spafit":
-            console.print(describe_strata_by_rank(ranking, job.group_2), soft_wrap=True)
-    if not console.quiet:
-        run.callbacks = [EpochLines(tqdm.write, run.metric), *([StepBar()] if console.is_terminal else [])]
-    run.fit()
-    _show_end(console, job, run.finish())
-
-
-def _make_job(ctx: typer.Context, options: dict[str, Any], resume: bool) -> TrainingJob:
-    """The job the options describe; when resuming, the one in the folder, with the options given over it."""
-    fields = read_job_fields(options)
-    if resume and (Path(fields["output"]) / JOB_FILE).exists():
-        # by name: typer may carry its own copy of click
-        given = {n: v for n, v in fields.items() if getattr(ctx.get_parameter_source(n), "name", "") == "COMMANDLINE"}
-        fields = {**dataclasses.asdict(TrainingJob.load(fields["output"])), **given}
-    return TrainingJob(**fields)
-
-
-def _show_start(console: Console, run: TrainingRun) -> None:
-    from peft_surgical.training.card import describe_majority
-
-    job, task, parts = run.job, run.prepared.task, run.prepared.parts
-    text = " + ".join(task.text_columns)
-    if task.unused_columns:
-        text += f"  (not used: {', '.join(task.unused_columns)})"
-    rows = [
-        ("Model", f"{job.model}, {size(run.total_parameters, '')} parameters"),
-        ("Text", text),
-        *([("Label", f"{task.label_column}: {_count_classes(task, parts.train)}")] if task.label_column else []),
-        *([("Learns", _what_is_learnt(job, task))] if task.form else []),
-        ("Train on", f"{len(parts.train):,} {parts.train_name}"),
-        ("Choose on", f"{len(parts.selection):,} rows: {parts.selection_name}" if parts.selection else "nothing"),
-        ("Measure on", f"{len(parts.evaluation):,} rows: {parts.evaluation_name}"),
-        *([("Most are", describe_majority(run.majority))] if run.majority else []),
-        ("Method", f"{job.method}, {METHODS[job.method].about}; learning rate {job.peak_learning_rate:g}"),
-    ]
-    show_table(console, rows)
-    if parts.optimistic:
+    if run.finished is not None:
+        console.print(f"The run in {job.output} is finished; more --epochs would go on with it. Its results:")
+        _show_end(console, job, run.finished)
+        return
+    show_start(console, run)
+    try:
+        show_ranking(console, run)
+        run.adapt()
+        if this_process().num_processes == 1:  # several may share what is counted here as one's
+            show_table(console, plan_lines(plan_before_steps(run)))
+        if run.checkpoint is not None:
+            console.print(f"Going on from {describe_checkpoint(run)}.")
+        if not console.quiet:
+            seconds = 0 if console.is_terminal else SECONDS_BETWEEN_LINES
+            lines = ProgressLines(tqdm.write, run.metric, steps=job.log_every, seconds=seconds)
+            run.callbacks = [lines, *([StepBar()] if console.is_terminal else [])]
+        run.fit()
+        results = run.finish()
+    except KeyboardInterrupt:
         console.print(
-            "The checkpoint is chosen on the same rows that it is measured on, so the numbers will be too good.",
-            style="yellow",
+            f"\nInterrupted. To go on from {describe_checkpoint(run)}:\n"
+            f"peft-surgical train --output {shlex.quote(job.output)} --resume",
+            soft_wrap=True,
         )
+        raise typer.Exit(130) from None
+    _show_end(console, job, results)
 
 
-def _what_is_learnt(job: TrainingJob, task: Task) -> str:
-    """Which tokens of a language model's rows have a loss."""
-    if job.assistant_only_loss:
-        return "what the assistant says"
-    if len(task.text_columns) > 1:
-        return "the answers"
-    return "all of the text" if task.form == "text" else "all of each chat; with --assistant-only-loss, the answers"
+def describe_checkpoint(run: TrainingRun) -> str:
+    """From where a run goes on if it is resumed now, in words."""
+    from peft_surgical.training.card import CHECKPOINTS, newest_checkpoint
 
-
-def _count_classes(task: Task, rows: Dataset) -> str:
-    """The classes, each with its number of training rows, the most frequent first."""
-    if not task.labels:
-        return "a number"
-    shown = [f"{task.labels[i]} {count:,}" for i, count in Counter(rows["labels"][:]).most_common(20)]
-    left = len(task.labels) - len(shown)
-    return ", ".join(shown) + (f" and {left} more classes" if left else "")
+    checkpoint = newest_checkpoint(run.folder / CHECKPOINTS)
+    if checkpoint is None:
+        return "the start, for there is no checkpoint before the end of the first epoch"
+    state = json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
+    return f"step {state['global_step']:,}, epoch {state['epoch']:.3g} of {run.job.epochs:.3g}"
 
 
 def _show_end(console: Console, job: TrainingJob, results: dict[str, Any]) -> None:

@@ -15,15 +15,28 @@ if TYPE_CHECKING:
     from peft_surgical.training.evaluation import Evaluation, evaluate
     from peft_surgical.training.job import TrainingJob
     from peft_surgical.training.methods import METHODS, Method
+    from peft_surgical.training.planning import Plan, plan
     from peft_surgical.training.prediction import predict
     from peft_surgical.training.run import TrainingRun, train
 
-__all__ = ["METHODS", "Evaluation", "Method", "TrainingJob", "TrainingRun", "evaluate", "predict", "train"]
+__all__ = [
+    "METHODS",
+    "Evaluation",
+    "Method",
+    "Plan",
+    "TrainingJob",
+    "TrainingRun",
+    "evaluate",
+    "plan",
+    "predict",
+    "train",
+]
 
 _HOMES = {
     "evaluation": "Evaluation evaluate",
     "job": "TrainingJob",
     "methods": "METHODS Method",
+    "planning": "Plan plan",
     "prediction": "predict",
     "run": "TrainingRun train",
 }

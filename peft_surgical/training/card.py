@@ -31,8 +31,11 @@ METRICS_FILE = "metrics.json"
 CHECKPOINTS = "checkpoints"
 
 
-def check_folder(job: TrainingJob, *, resume: bool = False, overwrite: bool = False) -> None:
+def check_folder(job: TrainingJob, *, resume: bool = False, overwrite: bool = False) -> dict[str, Any] | None:
     """Make sure that a job may write its folder: a new one, or to resume its own, or to overwrite that of any job.
+
+    Returns:
+        The results of the run that is to be resumed, if it is finished and the job asks for no more.
 
     Raises:
         ValueError: It may not; the message says what to do.
@@ -42,23 +45,37 @@ def check_folder(job: TrainingJob, *, resume: bool = False, overwrite: bool = Fa
         raise ValueError("--resume goes on with what is in the folder and --overwrite empties it. Drop one.")
     check_writable("--output", folder)
     if not folder.exists() or not any(folder.iterdir()):
-        return
+        return None
     if not (folder / JOB_FILE).exists():
         raise ValueError(
             f"--output {folder} holds files that were not written by `peft-surgical train`. Choose another folder."
         )
     if not resume and not overwrite:
         raise ValueError(f"--output {folder} is not empty. Use --resume to go on, --overwrite to start over.")
-    if resume and (folder / METRICS_FILE).exists():
-        raise ValueError(f"--output {folder} holds a finished run. Use --overwrite to start over.")
     old = TrainingJob.load(folder) if resume else job
     for name, now in vars(job).items():
         before = getattr(old, name)
-        if before != now and name not in ("output", "keep_checkpoints", "report_to"):
+        may_change = name in ("output", "keep_checkpoints", "report_to", "log_every")
+        if before != now and not may_change and not _is_longer(name, before, now):
             raise ValueError(
-                f"--resume: {name} was {before!r} when the run in {folder} started and is {now!r} now. "
-                "A resumed run keeps its options; use --overwrite to start another."
+                f"--resume: {name} was {before!r} when the run in {folder} started and is {now!r} now. A resumed run "
+                "keeps its options, but for more --epochs or --max-steps; use --overwrite to start another."
             )
+    if not resume or not (folder / METRICS_FILE).exists():
+        return None
+    if not any(_is_longer(name, getattr(old, name), now) for name, now in vars(job).items()):
+        return json.loads((folder / METRICS_FILE).read_text(encoding="utf-8"))
+    if newest_checkpoint(folder / CHECKPOINTS) is None:
+        raise ValueError(
+            f"--output {folder} holds a finished run without the checkpoints that it could go on from, which "
+            "--keep-checkpoints keeps. Use --overwrite to start over."
+        )
+    return None
+
+
+def _is_longer(name: str, before: Any, now: Any) -> bool:
+    """Whether an option makes a run that is resumed longer; -1 steps are as many as the epochs need."""
+    return name in ("epochs", "max_steps") and before != now and (now == -1 or 0 < before < now)
 
 
 def newest_checkpoint(folder: Path) -> Path | None:
@@ -71,13 +88,6 @@ def newest_checkpoint(folder: Path) -> Path | None:
         except (OSError, ValueError):
             logger.warning("%s is incomplete and is skipped.", checkpoint)
     return None
-
-
-def write_json(file: Path, content: dict[str, Any]) -> None:
-    """Write a JSON file, whole or not at all."""
-    partial = file.with_suffix(".partial")
-    partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    partial.replace(file)
 
 
 def write_model_card(

@@ -17,7 +17,15 @@ from peft_surgical.training.job import TrainingJob
 
 
 class JointCheckpoints(Trainer):
-    """A Trainer whose checkpoints are complete only when each of the processes has written its part."""
+    """A Trainer whose checkpoints are complete only when each of the processes has written its part, and that sums up
+    the losses of its steps, of this process alone: who shows them now and then has no others to wait for."""
+
+    sum_of_losses: Any = 0.0
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        loss = super().training_step(*args, **kwargs)
+        self.sum_of_losses = self.sum_of_losses + loss.detach()
+        return loss
 
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)

@@ -87,6 +87,8 @@ def evaluate(
     subset: str | None = None,
     split: str | None = None,
     batch_size: int | None = None,
+    text_columns: Sequence[str] = (),
+    label_column: str | None = None,
 ) -> Evaluation:
     """Measure what `peft-surgical train` saved.
 
@@ -98,6 +100,8 @@ def evaluate(
         split: The split to measure on. Without: the evaluation rows of the training, or in other data the validation
             split, else the test split, else the only one.
         batch_size: Rows per step and device; twice that of the training if not given.
+        text_columns: The columns with the text, where other data call them otherwise; found if not given.
+        label_column: The column with the label, likewise.
 
     Returns:
         The metrics and the predictions.
@@ -114,11 +118,13 @@ def evaluate(
         require_trl()
         from peft_surgical.training.language import evaluate_language
 
-        rows, name, task = _choose_rows(job, trained, data, subset, split)
+        if label_column is not None:
+            raise ValueError("--label-column has no meaning here: a language model learns text without labels.")
+        rows, name, task = _choose_rows(job, trained, data, subset, split, text_columns)
         metrics, rows, outputs = evaluate_language(folder, job, task, rows, arguments)
         return Evaluation(name, metrics, rows, (), outputs)
     require_metrics()
-    rows, name, task = _choose_rows(job, trained, data, subset, split)
+    rows, name, task = _choose_rows(job, trained, data, subset, split, text_columns, label_column)
     tokenizer = load_tokenizer(job.model)
     loaded = load_trained(str(folder), job.model, task.labels, tokenizer, dtype=job.dtype)
     if batch_size is not None:
@@ -224,12 +230,21 @@ def majority(data: Dataset, labels: Sequence[str]) -> dict[str, Any] | None:
 
 
 def _choose_rows(
-    job: TrainingJob, trained: dict[str, Any], data: str | None, subset: str | None, split: str | None
+    job: TrainingJob,
+    trained: dict[str, Any],
+    data: str | None,
+    subset: str | None,
+    split: str | None,
+    text_columns: Sequence[str] = (),
+    label_column: str | None = None,
 ) -> tuple[Dataset, str, Task]:
     splits = read_splits(data or job.data, subset=subset if data else job.subset, encoding=job.encoding)
-    named = {"text_columns": trained["text_columns"], "label_column": trained["label_column"]}
-    if not {*named["text_columns"], named["label_column"]} - {None} <= {*next(iter(splits.values())).column_names}:
-        named = {}  # other data may call them otherwise
+    columns = next(iter(splits.values())).column_names
+    named: dict[str, Any] = {"text_columns": text_columns, "label_column": label_column}
+    if not text_columns and {*trained["text_columns"]} <= {*columns}:  # other data may call them otherwise
+        named["text_columns"] = trained["text_columns"]
+    if label_column is None and trained["label_column"] in columns:
+        named["label_column"] = trained["label_column"]
     task = make_task(splits, kind=trained["kind"], labels=trained["labels"], **named)
     if task.kind != CAUSAL_LM and len(task.text_columns) != len(trained["text_columns"]):
         raise ValueError(

@@ -12,11 +12,12 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_type_hints
 
-from peft_surgical.training.methods import METHODS, OF_A_RANKING
-from peft_surgical.training.options import Option, check_value, flag
+from peft_surgical.training.methods import METHODS
+from peft_surgical.training.options import Option, check_together, check_value, flag, methods_with, write_text
 
 
 JOB_FILE = "job.json"
+CONFIG_FILE = "run.yaml"
 CAUSAL_LM = "causal-lm"
 
 METRICS: dict[str, tuple[str, ...]] = {
@@ -31,6 +32,7 @@ _MODEL, _DATA, _METHOD, _RANKING, _CHOICE, _TRAINING = (
     partial(Option, panel=panel)
     for panel in ("Model", "Data", "Method", "Ranking", "Choosing and measuring", "Training")
 )
+_RUN = partial(Option, panel="The run")
 _METHODS = "; ".join(f"{name}: {method.about}" for name, method in METHODS.items())
 _RATES = ", ".join(f"{name} {method.learning_rate:g}" for name, method in METHODS.items())
 _LANGUAGE = partial(Option, panel="Language models", kinds=(CAUSAL_LM,))
@@ -54,25 +56,25 @@ class TrainingJob:
         5e-05
     """
 
-    model: Annotated[str, _MODEL("Base model: a folder, or a name on the hub.")]
+    model: Annotated[str, Option("Base model: a folder, or a name on the hub.")]
     data: Annotated[
         str,
-        _DATA(
+        Option(
             "Labelled text, or text for a language model: a .parquet, .csv, .tsv or .jsonl file, a folder with one "
             "such file per split, or the name of a data set on the hub."
         ),
     ]
     output: Annotated[str, Option("The folder to write.")]
-    method: Annotated[str, _METHOD(f"What to train. {_METHODS}.", choices=METHODS)] = "surgical"
+    method: Annotated[str, Option(f"What to train. {_METHODS}.", choices=METHODS)] = "surgical"
     top_k: Annotated[
         int | None,
-        _METHOD(
+        Option(
             "How many layers to tune. Default: 5 of 12 for surgical, in proportion; a quarter for last.", positive=True
         ),
     ] = None
     layers: Annotated[
         str | tuple[int | str, ...] | None,
-        _METHOD("The layers to tune: 3,5,-1 or 4-9 or spread:5, middle:5, last:25%. Default: every other layer."),
+        Option("The layers to tune: 3,5,-1 or 4-9 or spread:5, middle:5, last:25%. Default: every other layer."),
     ] = None
     preset: Annotated[str | None, _METHOD("A SPAFIT model of the paper, such as SPAFIT-4-9-II.")] = None
     n1: Annotated[
@@ -135,7 +137,7 @@ class TrainingJob:
         _DATA(f"{', '.join(METRICS)}. Inferred from the columns and labels if not given.", choices=METRICS),
     ] = None
     max_length: Annotated[
-        int | None, _DATA("Texts are cut to this many tokens. Default: 256, language models 1024.", positive=True)
+        int | None, Option("Texts are cut to this many tokens. Default: 256, language models 1024.", positive=True)
     ] = None
     max_train_samples: Annotated[int | None, _DATA("Train on this many rows, a random draw.", positive=True)] = None
     eval_split: Annotated[
@@ -154,17 +156,24 @@ class TrainingJob:
     ] = "held-out"
     held_out: Annotated[float, _CHOICE("The part of the training rows to hold out.", fraction=True)] = 0.1
     metric: Annotated[str | None, _CHOICE(f"The metric to choose by: {_METRICS}; or loss. Default: the first.")] = None
-    epochs: Annotated[float, _TRAINING("Passes over the training rows.", positive=True)] = 10
+    early_stopping: Annotated[
+        int | None, _CHOICE("Stop when so many epochs in a row have not been better than the best.", positive=True)
+    ] = None
+    epochs: Annotated[float, Option("Passes over the training rows.", positive=True)] = 10
     max_steps: Annotated[int, _TRAINING("The most optimizer steps; -1: as many as the epochs need.")] = -1
-    batch_size: Annotated[int, _TRAINING("Rows per batch and device.", positive=True)] = 16
+    batch_size: Annotated[int, Option("Rows per batch and device.", positive=True)] = 16
     gradient_accumulation: Annotated[int, _TRAINING("Batches per optimizer step.", positive=True)] = 1
     learning_rate: Annotated[
-        float | None, _TRAINING(f"Default by method: {_RATES}.", names=("--learning-rate", "--lr"), positive=True)
+        float | None, Option(f"Default by method: {_RATES}.", names=("--learning-rate", "--lr"), positive=True)
     ] = None
     weight_decay: Annotated[float, _TRAINING("Weight decay of AdamW.")] = 0.01
     warmup: Annotated[float, _TRAINING("The part of the steps in which the learning rate rises.", fraction=True)] = (
         0.06
     )
+    optim: Annotated[
+        str | None,
+        _TRAINING("Another optimizer of transformers than AdamW, such as adamw_bnb_8bit (of bitsandbytes, on a GPU)."),
+    ] = None
     max_grad_norm: Annotated[float, _TRAINING("Gradients are scaled down to this norm.")] = 1.0
     bf16: Annotated[bool, _TRAINING("Compute in bfloat16 where safe.")] = False
     fp16: Annotated[bool, _TRAINING("Compute in float16 where safe.")] = False
@@ -187,9 +196,18 @@ class TrainingJob:
     dequantize: Annotated[
         bool, _LANGUAGE("Tune layers of a quantised base in the type that it was quantised from.")
     ] = False
-    seed: Annotated[int, Option("Seed of the new head and of all draws.")] = 0
-    keep_checkpoints: Annotated[bool, Option("Keep the checkpoints after the run.")] = False
-    report_to: Annotated[str | None, Option("A service that Trainer reports to, such as tensorboard.")] = None
+    seed: Annotated[int, _RUN("Seed of the new head and of all draws.")] = 0
+    keep_checkpoints: Annotated[bool, _RUN("Keep the checkpoints after the run, to train longer later.")] = False
+    log_every: Annotated[
+        int | None,
+        _RUN(
+            "Show and report the loss every so many steps. Default: each epoch, and in a file or pipe twice a minute.",
+            positive=True,
+        ),
+    ] = None
+    report_to: Annotated[
+        str | None, _RUN("A service that Trainer reports to: tensorboard, wandb, or another that is installed.")
+    ] = None
 
     def __post_init__(self) -> None:
         for name, (_, option) in job_options().items():
@@ -197,7 +215,7 @@ class TrainingJob:
         if self.metric is not None:
             of_task = [names for kind, names in METRICS.items() if self.task in (None, kind)]
             check_value("metric", self.metric, Option("", choices=[*sum(of_task, ()), "loss"]))
-        self._refuse_contradictions()
+        check_together(self)
 
     @property
     def peak_learning_rate(self) -> float:
@@ -240,9 +258,15 @@ class TrainingJob:
         return self.metric or allowed[0]
 
     def save(self, folder: str | Path) -> None:
-        """Write the job into a folder, as `job.json`."""
-        text = json.dumps(dataclasses.asdict(self), indent=2)
-        (Path(folder) / JOB_FILE).write_text(text + "\n", encoding="utf-8")
+        """Write the job into a folder, as `job.json`, and what can be run again elsewhere as `run.yaml`."""
+        import yaml
+
+        fields = dataclasses.asdict(self)
+        write_text(Path(folder) / JOB_FILE, json.dumps(fields, indent=2) + "\n")
+        given = {name: value for name, value in fields.items() if value not in (None, ()) and name != "output"}
+        given = {name: [*value] if isinstance(value, tuple) else value for name, value in given.items()}
+        about = f"# peft-surgical train --config {CONFIG_FILE} --output FOLDER\n"
+        write_text(Path(folder) / CONFIG_FILE, about + yaml.safe_dump(given, sort_keys=False, default_flow_style=None))
 
     @classmethod
     def load(cls, folder: str | Path) -> TrainingJob:
@@ -259,38 +283,9 @@ class TrainingJob:
         fields: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         for name, value in fields.items():
             fields[name] = tuple(value) if isinstance(value, list) else value
-        if fields.get("method") not in _methods_with("score"):
+        if fields.get("method") not in methods_with("score"):
             fields.pop("score", None)  # the default of version 0.1.0
         return cls(**fields)
-
-    def _refuse_contradictions(self) -> None:
-        if self.layers is not None:
-            for name in ("top_k", "ranking", "score"):
-                if getattr(self, name) is not None:
-                    raise ValueError(f"--layers {self.layers} and {flag(name)} both choose the layers. Drop one.")
-        if self.ranking is not None and self.score is not None:
-            raise ValueError(f"--ranking {self.ranking} and --score {self.score} both rank the layers. Drop one.")
-        if self.method == "spafit":
-            chosen = [name for name in ("preset", "n1", "n2", "ranking") if getattr(self, name) is not None]
-            if len(chosen) > 1 and chosen != ["n1", "n2"]:
-                options = " and ".join(f"{flag(name)} {getattr(self, name)}" for name in chosen)
-                raise ValueError(f"{options} choose the groups of layers in different ways. Give one of them.")
-        if self.load_in_4bit and self.method == "full":
-            raise ValueError("--method full trains all weights, which --load-in-4bit freezes. Choose another method.")
-        if self.bf16 and self.fp16:
-            raise ValueError("--bf16 and --fp16 both choose a type to compute in. Drop one.")
-        for field in dataclasses.fields(self):
-            users, is_given = _methods_with(field.name), getattr(self, field.name) != field.default
-            if users and self.method not in users and is_given:
-                raise ValueError(
-                    f"{flag(field.name)} has no meaning with --method {self.method}; it goes with {', '.join(users)}."
-                )
-            if is_given and field.name in OF_A_RANKING and self.score is None:
-                raise ValueError(f"{flag(field.name)} is for ranking layers. Add --score fisher, or drop it.")
-
-
-def _methods_with(option: str) -> list[str]:
-    return [name for name, method in METHODS.items() if option in method.options]
 
 
 @cache

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from peft_surgical.training.methods import METHODS, OF_A_RANKING
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,13 @@ def check_writable(option: str, path: str | Path, endings: Collection[str] = ())
         raise ValueError(f"{option} {path}: {place} cannot be written to.")
 
 
+def write_text(file: Path, text: str) -> None:
+    """Write a file, whole or not at all."""
+    partial = file.with_name(f"{file.name}.partial")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(file)
+
+
 def check_value(name: str, value: Any, option: Option) -> None:
     """Make sure that an option has a value that it may have.
 
@@ -63,3 +73,41 @@ def check_value(name: str, value: Any, option: Option) -> None:
         raise ValueError(f"{flag(name)} {value}: allowed are fractions from 0 to below 1.")
     if option.positive and not value > 0:
         raise ValueError(f"{flag(name)} {value} must be above 0.")
+
+
+def check_together(job: Any) -> None:
+    """Make sure that the options of a `TrainingJob` do not contradict each other, and that its method has them.
+
+    Raises:
+        ValueError: They do, or it has not; the message names them.
+    """
+    if job.layers is not None:
+        for name in ("top_k", "ranking", "score"):
+            if getattr(job, name) is not None:
+                raise ValueError(f"--layers {job.layers} and {flag(name)} both choose the layers. Drop one.")
+    if job.ranking is not None and job.score is not None:
+        raise ValueError(f"--ranking {job.ranking} and --score {job.score} both rank the layers. Drop one.")
+    if job.method == "spafit":
+        chosen = [name for name in ("preset", "n1", "n2", "ranking") if getattr(job, name) is not None]
+        if len(chosen) > 1 and chosen != ["n1", "n2"]:
+            options = " and ".join(f"{flag(name)} {getattr(job, name)}" for name in chosen)
+            raise ValueError(f"{options} choose the groups of layers in different ways. Give one of them.")
+    if job.load_in_4bit and job.method == "full":
+        raise ValueError("--method full trains all weights, which --load-in-4bit freezes. Choose another method.")
+    if job.bf16 and job.fp16:
+        raise ValueError("--bf16 and --fp16 both choose a type to compute in. Drop one.")
+    if job.early_stopping is not None and job.select_on == "none":
+        raise ValueError("--early-stopping looks at the rows that --select-on none does not keep. Drop one.")
+    for field in dataclasses.fields(job):
+        users, is_given = methods_with(field.name), getattr(job, field.name) != field.default
+        if users and job.method not in users and is_given:
+            raise ValueError(
+                f"{flag(field.name)} has no meaning with --method {job.method}; it goes with {', '.join(users)}."
+            )
+        if is_given and field.name in OF_A_RANKING and job.score is None:
+            raise ValueError(f"{flag(field.name)} is for ranking layers. Add --score fisher, or drop it.")
+
+
+def methods_with(option: str) -> list[str]:
+    """The methods that understand a field of `TrainingJob`; none where all do."""
+    return [name for name, method in METHODS.items() if option in method.options]

@@ -24,6 +24,7 @@ def predict(
     *,
     data: str | None = None,
     split: str | None = None,
+    text_columns: Sequence[str] = (),
     model: str | None = None,
     max_new_tokens: int = 256,
     temperature: float = 0.0,
@@ -38,6 +39,7 @@ def predict(
         data: Data to read texts from in place of `texts`, in the columns of the training. Of a chat the last answer
             is asked for anew.
         split: The split of the data; the test split, else the first one, if not given.
+        text_columns: What the data call the columns of the training, in their order, if otherwise.
         model: The base model, if it lies elsewhere now.
         max_new_tokens: The most tokens that a language model says.
         temperature: How much chance there is in what it says; 0: the likeliest token each time.
@@ -54,14 +56,17 @@ def predict(
     job = dataclasses.replace(job, model=model or job.model, seed=seed)
     if bool(texts) == (data is not None):
         raise ValueError("Give either --text or --data: what the model is asked.")
+    columns = task["text_columns"]
+    asked = columns[:1] if task["kind"] == CAUSAL_LM else columns
+    if text_columns and len(text_columns) != len(asked):
+        raise ValueError(f"--text-column {' '.join(text_columns)}: name what the data call {asked}, in this order.")
     if task["kind"] == CAUSAL_LM:
         require_trl()
-        prompts = [*texts] if data is None else _read_prompts(job, task, data, split)
+        prompts = [*texts] if data is None else _read_prompts(job, task, data, split, text_columns)
         return _answer(folder, job, task, prompts, max_new_tokens, temperature)
-    columns = task["text_columns"]
     if data is not None:
-        rows = _read_rows(job, data, split, columns)
-        texts = [row[column] or "" for row in rows for column in columns]
+        rows = _read_rows(job, data, split, text_columns or columns)
+        texts = [row[column] or "" for row in rows for column in text_columns or columns]
     if len(texts) % len(columns):
         raise ValueError(
             f"The model was trained on the two texts {columns}: give --text twice for each pair. It is there "
@@ -113,18 +118,20 @@ def _read_rows(job: TrainingJob, data: str, split: str | None, columns: Sequence
     name = split or find_split(splits, "test") or next(iter(splits))
     if name not in splits:
         raise ValueError(f"--split {name}: the splits are {[*splits]}.")
-    missing = [column for column in columns if column not in splits[name].column_names]
-    if missing:
+    there = splits[name].column_names
+    if missing := [column for column in columns if column not in there]:
         raise ValueError(
-            f"--data {data}: there is no column {missing[0]!r}, which the model was trained on; the columns are "
-            f"{splits[name].column_names}."
+            f"--data {data}: there is no column {missing[0]!r}; the columns are {there}. Name what the model was "
+            "trained on with --text-column."
         )
     return splits[name]
 
 
-def _read_prompts(job: TrainingJob, task: dict[str, Any], data: str, split: str | None) -> list[Any]:
+def _read_prompts(
+    job: TrainingJob, task: dict[str, Any], data: str, split: str | None, text_columns: Sequence[str]
+) -> list[Any]:
     columns = task["text_columns"]
-    first = columns[0]
+    first = (text_columns or columns)[0]
     rows = _read_rows(job, data, split, [first])
     if find_format(columns) == ("messages",):
         return [split_prompt({"messages": chat})[0] for chat in rows[first]]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import dataclasses
 from dataclasses import dataclass
+from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from datasets import Dataset
 from torch import nn
 from transformers import DataCollatorWithPadding
 from transformers.integrations import get_available_reporting_integrations
+from transformers.training_args import OptimizerNames
 
 from peft_surgical.distributed import this_process
 from peft_surgical.fisher.objective import LABEL_MODES
@@ -99,13 +101,31 @@ def _check_options(job: TrainingJob) -> None:
     if job.chat_template is not None and not Path(job.chat_template).is_file():
         raise ValueError(f"--chat-template {job.chat_template}: there is no such file.")
     if job.report_to not in (None, "all", "none", *(installed := get_available_reporting_integrations())):
-        raise ValueError(f"--report-to {job.report_to}: installed are {', '.join(installed) or 'none'}.")
+        there = f"installed are {', '.join(installed)}" if installed else "no such service is installed"
+        advice = f" pip install {job.report_to}, or drop it." if job.report_to in ("tensorboard", "wandb") else ""
+        raise ValueError(f"--report-to {job.report_to}: {there}.{advice}")
+    if job.optim is not None:
+        _check_optimizer(job.optim)
     try:
         codecs.lookup(job.encoding)
     except LookupError as error:
         raise ValueError(f"--encoding: {error}, such as utf-8 or latin-1.") from None
     if job.fp16 and this_process().device.type == "cpu":
         raise ValueError("--fp16 needs a GPU. Drop it, or use --bf16.")
+
+
+def _check_optimizer(name: str) -> None:
+    allowed = [optimizer.value for optimizer in OptimizerNames]
+    if name not in allowed:
+        near = get_close_matches(name, allowed, 3, 0.4) or allowed
+        raise ValueError(
+            f"--optim {name}: transformers has none of this name; allowed are {', '.join(near)} and others."
+        )
+    if "bnb" in name or "8bit" in name:
+        if find_spec("bitsandbytes") is None:
+            raise ImportError(f"--optim {name} is of bitsandbytes, which is not installed: pip install bitsandbytes")
+        if this_process().device.type == "cpu":
+            raise ValueError(f"--optim {name} needs a GPU. Drop it.")
 
 
 def require_metrics() -> None:

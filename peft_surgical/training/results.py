@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -71,11 +72,38 @@ def _without_prefix(metrics: dict[str, float], prefix: str) -> dict[str, float]:
 
 def _history(log: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """One row per epoch: the training loss, and the metrics on the selection rows."""
+    losses = loss_by_epoch(log)
     epochs: dict[int, dict[str, Any]] = {}
     for entry in log:
         if "loss" in entry or "eval_loss" in entry:
-            row = epochs.setdefault(entry["step"], {"epoch": entry["epoch"], "step": entry["step"]})
-            if "loss" in entry:
-                row["train_loss"] = entry["loss"]
-            row.update(_without_prefix(entry, "eval_"))
+            number = _epoch_of(entry)
+            row = epochs.setdefault(number, {})
+            row |= {"epoch": entry["epoch"], "step": entry["step"]}
+            if number in losses:
+                row["train_loss"] = losses[number]
+            row |= _without_prefix(entry, "eval_")
     return [*epochs.values()]
+
+
+def loss_by_epoch(log: list[dict[str, Any]]) -> dict[int, float]:
+    """The training loss of each epoch, from 1, out of a Trainer's log: the mean over its steps.
+
+    Example:
+
+        >>> loss_by_epoch([{"loss": 3.0, "step": 2, "epoch": 0.5}, {"loss": 1.0, "step": 4, "epoch": 1.0}])
+        {1: 2.0}
+    """
+    means: dict[int, float] = {}
+    steps: dict[int, int] = {}
+    last = 0
+    for entry in log:
+        if "loss" in entry:
+            number, new = _epoch_of(entry), entry["step"] - last
+            steps[number] = steps.get(number, 0) + new
+            means[number] = means.get(number, 0.0) + (entry["loss"] - means.get(number, 0.0)) * new / steps[number]
+            last = entry["step"]
+    return means
+
+
+def _epoch_of(entry: dict[str, Any]) -> int:
+    return math.ceil(entry["epoch"] - 1e-6)

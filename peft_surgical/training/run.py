@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
 from torch import nn
-from transformers import ProgressCallback, Trainer, TrainerCallback, set_seed
+from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, set_seed
 
 from peft_surgical.distributed import this_process
 from peft_surgical.layers import find_stacks
@@ -21,7 +23,6 @@ from peft_surgical.training.card import (
     RANKING_FILE,
     check_folder,
     newest_checkpoint,
-    write_json,
     write_model_card,
 )
 from peft_surgical.training.common import max_length
@@ -33,45 +34,17 @@ from peft_surgical.training.evaluation import (
 )
 from peft_surgical.training.job import CAUSAL_LM, TrainingJob
 from peft_surgical.training.methods import METHODS, adapt
+from peft_surgical.training.options import write_text
 from peft_surgical.training.prepare import prepare, rank
+from peft_surgical.training.progress import LossOfEpochs, ProgressLines
 from peft_surgical.training.results import make_results
 from peft_surgical.training.tasks import encode
 
 
-class EpochLines(TrainerCallback):
-    """A line after each epoch: its training loss, and how good the model is on the selection rows.
-
-    Args:
-        show: Shows a line.
-        metric: What to show of the selection rows.
-    """
-
-    def __init__(self, show: Callable[[str], object], metric: str):
-        self.show = show
-        self.metric = metric
-        self.line = ""
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        if "loss" in (logs or {}):
-            self.line = f"  epoch {state.epoch:.3g}: training loss {float(logs['loss']):.4f}"
-            if args.eval_strategy == "no":
-                self.show(self.line)
-
-    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
-        value = (metrics or {}).get(f"eval_{self.metric}")
-        if value is not None:
-            self.show(f"{self.line}, {self.metric} {value:.4f} on the selection rows")
-
-
-class StepBar(ProgressCallback):
-    """The progress bar of transformers, without its lines of raw numbers."""
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        pass
-
-
 class TrainingRun:
-    """One run of a job, step by step: `rank`, `fit`, `finish`. `train` takes all of them.
+    """One run of a job, step by step: `rank`, `adapt`, `fit`, `finish`. `train` takes all of them.
+
+    A run that is resumed and was finished already has its results as `finished`, and no steps to take.
 
     Args:
         job: What to do.
@@ -95,7 +68,9 @@ class TrainingRun:
         self.folder = Path(job.output)
         self.callbacks = callbacks
         self.resume = resume
-        check_folder(job, resume=resume, overwrite=overwrite)
+        self.finished = check_folder(job, resume=resume, overwrite=overwrite)
+        if self.finished is not None:
+            return
         self.prepared = prepare(job)
         self.is_language = self.prepared.task.kind == CAUSAL_LM
         self.metric = job.metric_for(self.prepared.task.kind)
@@ -108,8 +83,10 @@ class TrainingRun:
             if overwrite:
                 shutil.rmtree(self.folder, ignore_errors=True)
             self.folder.mkdir(parents=True, exist_ok=True)
+            (self.folder / METRICS_FILE).unlink(missing_ok=True)  # of a run that is to be longer
             job.save(self.folder)
         this_process().wait_for_everyone()
+        self.checkpoint = newest_checkpoint(self.folder / CHECKPOINTS) if resume else None
 
     def rank(self, *, progress: bool = True) -> LayerRanking | None:
         """Rank the layers, or read the ranking that the job names; it is kept in the job's folder.
@@ -134,10 +111,8 @@ class TrainingRun:
             self.ranking.save(str(file))
         return self.ranking
 
-    @precision_restored()
-    def fit(self) -> None:
-        """Train, with a checkpoint after each epoch, and end with the best one."""
-        started = time.perf_counter()
+    def adapt(self) -> nn.Module:
+        """Make the model ready to be trained by the job's method; `rank` comes before."""
         prepared, task_type = self.prepared, "CAUSAL_LM" if self.is_language else "SEQ_CLS"
         if self.is_language:
             set_seed(self.job.seed)  # as TRL does before it makes an adapter
@@ -152,10 +127,16 @@ class TrainingRun:
         self.tuned_layers = tuned_layers(self.model)
         # before the weights are sharded
         self.trained_parameters = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
-        metric = self.metric if prepared.parts.selection else None
-        self.trainer = self._make_trainer(metric)
-        checkpoint = newest_checkpoint(self.folder / CHECKPOINTS) if self.resume else None
-        self.trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+        return self.model
+
+    @precision_restored()
+    def fit(self) -> None:
+        """Train, with a checkpoint after each epoch, and end with the best one."""
+        started = time.perf_counter()
+        if not hasattr(self, "model"):
+            self.adapt()
+        self.trainer = self.make_trainer(self.metric if self.prepared.parts.selection else None)
+        self.trainer.train(resume_from_checkpoint=str(self.checkpoint) if self.checkpoint else None)
         self.seconds["train"] = time.perf_counter() - started
 
     def finish(self) -> dict[str, Any]:
@@ -188,16 +169,23 @@ class TrainingRun:
                 self.prepared.tokenizer.save_pretrained(self.folder)
             (self.folder / "training_args.bin").unlink(missing_ok=True)
             write_model_card(self.folder, self.job, self.prepared.parts, results, self.ranking, self.model)
-            write_json(self.folder / METRICS_FILE, results)
+            write_text(self.folder / METRICS_FILE, json.dumps(results, indent=2) + "\n")
             if not self.job.keep_checkpoints:
-                shutil.rmtree(self.folder / CHECKPOINTS, ignore_errors=True)
+                for checkpoint in (self.folder / CHECKPOINTS).glob("checkpoint-*"):
+                    shutil.rmtree(checkpoint, ignore_errors=True)
+                with contextlib.suppress(OSError):  # TensorBoard's files are there
+                    (self.folder / CHECKPOINTS).rmdir()
         this_process().wait_for_everyone()
         return results
 
-    def _make_trainer(self, metric: str | None) -> Trainer:
+    def make_trainer(self, metric: str | None = None) -> Trainer:
+        """The Trainer of the adapted model, which chooses its best checkpoint by a metric if there is one."""
         prepared = self.prepared
         arguments = training_arguments(self.job, self.model, metric)
-        options = {"eval_dataset": self._encode(prepared.parts.selection), "callbacks": [*self.callbacks]}
+        callbacks = [*self.callbacks, LossOfEpochs()]
+        if metric is not None and self.job.early_stopping is not None:
+            callbacks.append(EarlyStoppingCallback(self.job.early_stopping))
+        options = {"eval_dataset": self._encode(prepared.parts.selection), "callbacks": callbacks}
         if self.is_language:
             from peft_surgical.training.language import make_language_trainer
 
@@ -206,6 +194,9 @@ class TrainingRun:
             )
         else:
             trainer = make_trainer(self.model, arguments, prepared.collator, train_dataset=prepared.train, **options)
+        for callback in self.callbacks:
+            if isinstance(callback, ProgressLines):
+                callback.trainer = trainer
         trainer.args.warmup_steps = _warmup_steps(self.job, len(trainer.train_dataset))
         return trainer
 
@@ -238,6 +229,8 @@ def train(job: TrainingJob, *, resume: bool = False, overwrite: bool = False) ->
         ValueError: See `TrainingRun`.
     """
     run = TrainingRun(job, resume=resume, overwrite=overwrite)
+    if run.finished is not None:
+        return run.finished
     run.rank()
     run.fit()
     return run.finish()
@@ -269,8 +262,11 @@ def training_arguments(job: TrainingJob, model: nn.Module, metric: str | None) -
         "weight_decay": job.weight_decay,
         "max_grad_norm": job.max_grad_norm,
         "save_strategy": "epoch",
-        "save_total_limit": 1,
-        "logging_strategy": "epoch",
+        "save_total_limit": 1 + job.keep_checkpoints,  # with one, Trainer deletes the last at the end for the best
+        "logging_strategy": "steps" if job.log_every else "epoch",
+        "logging_steps": job.log_every or 500,
+        "restore_callback_states_from_checkpoint": job.early_stopping is not None,
+        **({"optim": job.optim} if job.optim else {}),
         **more,
     }
 

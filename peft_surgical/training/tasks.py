@@ -168,8 +168,9 @@ def _guess_kind(data: Dataset, label: str) -> str:
     what = f"Column {label!r} holds {len(counts)} different values in {len(data)} rows, {once} of which occur once"
     if is_text(feature) or feature.dtype == "bool":
         if are_many:
+            examples = ", ".join(repr(str(value)[:40]) for value in [*counts][:3])
             raise ValueError(
-                f"{what}, such as {next(iter(counts))[:50]!r}: no classes that could be learned. Name the column with "
+                f"{what}, such as {examples}: no classes that could be learned. Name the column with "
                 "the class with --label-column, or insist with --task classification."
             )
         return "classification"

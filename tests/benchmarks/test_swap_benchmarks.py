@@ -95,3 +95,10 @@ def test_several_processes_are_started_and_their_results_gathered(tmp_path, monk
     )
     assert [row["gpus"] for row in record] == [1, 2]
     assert all(row["difference_to_first"] < 1e-6 for row in record)
+
+
+def test_plans_are_made_of_every_method(tmp_path, monkeypatch):
+    rows = {row["method"]: row["planned"] for row in call("step_plan", monkeypatch, "tiny", tmp_path)["rows"]}
+    assert [*rows] == ["full", "surgical", "spafit", "lora"]
+    assert all(row["total"] == sum(row[part] for part in row if part != "total") for row in rows.values())
+    assert rows["lora"]["gradients"] < rows["surgical"]["gradients"] < rows["full"]["gradients"]

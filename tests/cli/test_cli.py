@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -15,16 +16,19 @@ import typer
 from datasets import Dataset
 from distributed.launch import free_port
 from forks import run_forked
-from tiny_task import make_rows, save_base, save_data
+from tiny_task import LABELS, make_rows, save_base, save_data
 from typer.testing import CliRunner
 
 import peft_surgical.distributed
+import peft_surgical.training.progress as progress
 from peft_surgical import LayerRanking
 from peft_surgical.cli import app
-from peft_surgical.cli.common import as_command, read_layers
+from peft_surgical.cli.common import as_command
+from peft_surgical.cli.job import read_config, read_layers
 from peft_surgical.files.encodings import ENCODINGS
 from peft_surgical.ranking.scores import AGGREGATIONS, SCORES
 from peft_surgical.training import TrainingJob, TrainingRun
+from peft_surgical.training.common import JointCheckpoints
 
 
 @pytest.fixture(scope="module")
@@ -97,6 +101,7 @@ finally:
         (["rank", "--help"], None, "Rank a model's layers"),
         ([], "peft-surgical ", "evaluate"),
         ([], "peft-surgical train --gra", "--gradient-accumulation"),
+        ([], "peft-surgical train --method s", "spafit"),
     ],
 )
 def test_help_and_completions_load_nothing_heavy(arguments, typed, shown):
@@ -120,12 +125,29 @@ def test_the_console_script_loads_the_library_when_a_command_runs(base, data, tm
     assert (tmp_path / "out" / "adapter_config.json").exists()
 
 
-def test_every_field_of_a_job_is_an_option_with_a_help_text():
-    train = typer.main.get_command(app).commands["train"]
-    options = {parameter.name: parameter for parameter in train.params}
+@pytest.mark.parametrize("command", ["train", "plan"])
+def test_every_field_of_a_job_is_an_option_with_a_help_text(command):
+    options = {parameter.name: parameter for parameter in typer.main.get_command(app).commands[command].params}
     for field in dataclasses.fields(TrainingJob):
-        assert options[field.name].help
-        assert options[field.name].required == (field.default is dataclasses.MISSING)
+        assert options[field.name].help.endswith("(required)") == (field.default is dataclasses.MISSING)
+
+
+def test_help_begins_with_the_ten_basic_options(run):
+    basic = run("train", "--help").split("╭─ Options")[1].split("╰─")[0]
+    names = [
+        "model",
+        "data",
+        "output",
+        "method",
+        "top-k",
+        "layers",
+        "max-length",
+        "epochs",
+        "batch-size",
+        "lr",
+        "help",
+    ]
+    assert re.findall(r"│ +(?:-\w,)?--([a-z-]+)", basic.replace("--learning-rate,--lr", "--lr")) == names
 
 
 def test_the_version_is_told(run):
@@ -156,12 +178,12 @@ def say_whether_the_process_group_ends(arguments: list[str]) -> None:
     print(result.exit_code, started, dist.is_initialized())
 
 
-@pytest.mark.parametrize(("method", "code"), [("head", 0), ("magic", 2)])
-def test_the_process_group_of_a_command_ends_with_it(base, data, tmp_path, method, code):
+@pytest.mark.parametrize(("column", "code"), [("text", 0), ("nope", 2)])
+def test_the_process_group_of_a_command_ends_with_it(base, data, tmp_path, column, code):
     """One that is left open lets threads run while Python ends, which now and then crash the process."""
     settings = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     settings |= {"MASTER_PORT": str(free_port()), "ACCELERATE_USE_CPU": "true"}
-    command = ["train", "--model", base, "--data", data, "--method", method]
+    command = ["train", "--model", base, "--data", data, "--method", "head", "--text-column", column]
     command += ["--max-steps", "1", "--output", str(tmp_path / "out")]
     done = run_forked(say_whether_the_process_group_ends, command, env=settings)
     assert done.output.splitlines()[-1] == f"{code} [True] False"
@@ -290,8 +312,18 @@ def test_mistakes_are_told_in_words(run, base, data, out, options, message):
     assert "Traceback" not in words
 
 
-def test_a_missing_option_is_named(run, base):
-    assert "--data" in run("train", "--model", base, "--output", "o", code=2)
+@pytest.mark.parametrize(
+    ("arguments", "missing"),
+    [
+        (["train"], "--model, --data, --output"),
+        (["train", "m"], "--data, --output"),
+        (["plan"], "--model, --data"),
+        (["rank", "--data", "d"], "--model"),
+        (["train", "--model", "m", "--resume"], "--data, --output"),
+    ],
+)
+def test_all_options_that_are_missing_are_told_at_once(run, arguments, missing):
+    assert f"Missing: {missing}. What they are" in flat(run(*arguments, code=2))
 
 
 def test_predictions_to_an_unknown_format_are_refused_before_anything_is_computed(run, tmp_path):
@@ -341,15 +373,154 @@ def test_class_counts_and_the_majority_are_shown_before_training_and_beside_the_
     assert "Always 'good', the class of 67% of these rows, has accuracy 0.6667" in (out / "README.md").read_text()
 
 
-def test_resume_takes_the_options_of_the_run_that_stopped(run, base, data, out):
+def test_resume_needs_the_folder_alone_and_takes_the_options_of_the_run_that_stopped(run, base, data, out):
     TrainingRun(TrainingJob(model=base, data=data, output=str(out), method="last", epochs=3, learning_rate=0.01))
-    given = ("--model", base, "--data", data, "--output", out, "--resume")
-    words = run("train", *given, "--epochs", 4, code=2)
-    assert "epochs was 3 when the run" in flat(words)
-    run("train", *given)
+    words = run("train", "--output", out, "--resume", "--batch-size", 4, code=2)
+    assert "batch_size was 16 when the run" in flat(words)
+    run("train", "--output", out, "--resume")
     job = TrainingJob.load(out)
     assert (job.method, job.epochs) == ("last", 3)
+    results = (out / "metrics.json").read_text()
+    words = flat(run("train", "--output", out, "--resume"))
+    assert f"The run in {out} is finished" in words
+    assert f"accuracy {json.loads(results)['evaluation']['accuracy']:.4f}" in words
+    assert (out / "metrics.json").read_text() == results
+
+
+def interrupt(arguments: list[str], step: int) -> None:
+    begin = JointCheckpoints.training_step
+
+    def stop(self, *given, **more):
+        if self.state.global_step == step:
+            raise KeyboardInterrupt
+        return begin(self, *given, **more)
+
+    JointCheckpoints.training_step = stop
+    result = CliRunner().invoke(app, arguments)
+    print(result.output, "code", result.exit_code)
+
+
+@pytest.mark.parametrize(
+    ("step", "place"),
+    [(2, "the start, for there is no checkpoint"), (6, "step 4, epoch 1 of 2")],
+    ids=["early", "late"],
+)
+def test_an_interrupt_tells_how_to_go_on(run, base, data, tmp_path, step, place):
+    out = tmp_path / "with space"
+    given = ["train", "--model", base, "--data", data, "--output", str(out), "--method", "head", "--epochs", "2"]
+    done = run_forked(interrupt, given, step, env={"COLUMNS": "120"})
+    command = re.search(r"peft-surgical (train --output .* --resume)\n", done.output).group(1)
+    assert done.output.splitlines()[-1].endswith("code 130")
+    assert f"To go on from {place}" in done.output
+    words = run(*shlex.split(command))
+    assert ("Going on from step 4, epoch 1 of 2." in words) == (step == 6)
     assert (out / "metrics.json").exists()
+
+
+def test_a_run_writes_what_can_be_run_again(run, base, data, tmp_path):
+    given = ["--method", "surgical", "--layers", "0-1,3", "--lr", "5e-5", "--max-steps", 2, "--text-column", "text"]
+    run("train", base, "--data", data, "--output", tmp_path / "one", *given, "--select-on", "none", "-q")
+    again = ["--config", tmp_path / "one" / "run.yaml", "--output", tmp_path / "two", "-q"]
+    run("train", *again)
+    one, two = (TrainingJob.load(tmp_path / name) for name in ("one", "two"))
+    assert dataclasses.replace(two, output=one.output) == one
+    weights = [(tmp_path / name / "adapter_model.safetensors").read_bytes() for name in ("one", "two")]
+    assert weights[0] == weights[1]
+    run("train", *again[:2], "--output", tmp_path / "three", "--max-steps", 1, "-q")
+    assert TrainingJob.load(tmp_path / "three").max_steps == 1
+
+
+def test_a_config_has_options_by_name(tmp_path):
+    file = tmp_path / "c.yaml"
+    file.write_text("model: m\ntop-k: 2\nlearning_rate: 5e-5\nepochs: 3\nbf16: true\nn1: 0.2\ntext-columns: a\n")
+    fields = read_config(file)
+    numbers = {"top_k": 2, "learning_rate": 5e-5, "epochs": 3.0, "n1": 0.2}
+    assert fields == {"model": "m", **numbers, "bf16": True, "text_columns": ("a",)}
+    assert isinstance(fields["epochs"], float)
+    for written, read in (("[0, 3-4]", (0, "3-4")), ("last:25%", "last:25%"), ("3,-1", (3, -1)), ("5", (5,))):
+        file.write_text(f"layers: {written}")
+        assert read_config(file) == {"layers": read}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("epoch: 3", "'epoch' is no option; see epochs"),
+        ("epochs: many", "epochs: many: allowed is a number"),
+        ("epochs: true", "epochs: True: allowed is a number"),
+        ("bf16: 1", "bf16: 1: allowed is true or false"),
+        ("top_k: 2.5", "top_k: 2.5: allowed is a whole number"),
+        ("model: [a]", "model: ['a']: allowed is a text"),
+        ("- model", "holds no options by name"),
+        ("a: [", "cannot be read"),
+        (None, "cannot be read"),
+    ],
+)
+def test_a_mistake_in_a_config_is_told(run, out, tmp_path, text, message):
+    if text is not None:
+        (tmp_path / "c.yaml").write_text(text)
+    words = flat(run("train", "--config", tmp_path / "c.yaml", "--output", out, code=2))
+    assert f"--config {tmp_path / 'c.yaml'}" in words
+    assert message in words
+    assert not out.exists()
+
+
+def test_two_models_are_refused(run):
+    assert "a and --model b are two models" in run("train", "a", "--model", "b", code=2)
+
+
+def test_few_rows_that_choose_are_told_and_lines_come_every_so_many_steps(run, base, data, out):
+    words = run("train", base, "--data", data, "--output", out, "--method", "head", "--epochs", 2, "--log-every", 3)
+    assert "Only 6 rows choose the best epoch" in words
+    shown = re.findall(r"step (\d+) of 8: loss ([\d.]+), learning rate \S+, \S+ steps a second, \d+:\d+ left", words)
+    assert [step for step, _ in shown] == ["3", "6"]
+    results = json.loads((out / "metrics.json").read_text())
+    lines = re.findall(r"epoch (\d): training loss ([\d.]+), accuracy", words)
+    assert lines == [(f"{i}", f"{row['train_loss']:.4f}") for i, row in enumerate(results["history"], 1)]
+    assert "Memory" in words.split("epoch 1")[0]
+
+
+def test_under_a_pipe_a_line_tells_each_half_minute_how_it_goes(run, base, data, out, monkeypatch):
+    """The loss is the mean over the steps since the line before."""
+    seconds = iter(range(0, 10_000, 15))
+    losses, step = [], JointCheckpoints.training_step
+
+    def noted(self, *given, **more):
+        loss = step(self, *given, **more)
+        losses.append(float(loss))
+        return loss
+
+    monkeypatch.setattr(JointCheckpoints, "training_step", noted)
+    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: next(seconds)))
+    words = run("train", base, "--data", data, "--output", out, "--method", "head", "--epochs", 2)
+    shown = re.findall(r"step (\d+) of 8: loss ([\d.]+), learning rate .*?, 0.0667 steps a second, (\S+) left", words)
+    means = [f"{sum(losses[i : i + 2]) / 2:.4f}" for i in (0, 2, 4, 6)]
+    assert shown == [*zip("2468", means, ["01:30", "01:00", "00:30", "00:00"], strict=True)]
+
+
+def test_columns_can_be_named_in_evaluate_and_predict(run, base, data, out, tmp_path):
+    run("train", base, "--data", data, "--output", out, "--method", "head", "--max-steps", 1, "-q")
+    rows = make_rows(10, 3)
+    other = {
+        "id": [*range(10)],
+        "said": rows["text"][:],
+        "by": ["w1"] * 10,
+        "mood": [LABELS[i] for i in rows["label"]],
+    }
+    Dataset.from_dict(other).to_csv(str(tmp_path / "other.csv"))
+    Dataset.from_dict({"text": other["said"], "label": other["mood"]}).to_csv(str(tmp_path / "same.csv"))
+    run("evaluate", out, "--data", tmp_path / "same.csv", "--output", tmp_path / "same.json")
+    named = ["--data", tmp_path / "other.csv", "--text-column", "said"]
+    run("evaluate", out, *named, "--label-column", "mood", "--output", tmp_path / "other.json")
+    assert (tmp_path / "other.json").read_text() == (tmp_path / "same.json").read_text()
+    assert "--text-column nope: there is no such column" in run(
+        "evaluate", out, "--data", tmp_path / "other.csv", "--text-column", "nope", "--label-column", "mood", code=2
+    )
+    words = run("predict", out, *named, "--output", tmp_path / "p.jsonl")
+    said = Dataset.from_json(str(tmp_path / "p.jsonl"))
+    assert said.column_names == ["text", "prediction", "probability of bad", "probability of good"]
+    assert said["text"][:] == rows["text"][:]
+    assert (words.count("prediction"), "Saved 10 rows" in words) == (3, True)
 
 
 def test_resume_without_anything_to_resume_starts(run, base, data, out):

@@ -38,5 +38,5 @@ def test_predict_takes_two_texts_at_a_time_and_tells_an_amount(tmp_path):
     with pytest.raises(ValueError, match="either --text or --data"):
         predict(job.output)
     Dataset.from_dict({"sentence1": ["w1"]}).to_parquet(str(tmp_path / "half.parquet"))
-    with pytest.raises(ValueError, match="no column 'sentence2', which the model was trained on"):
+    with pytest.raises(ValueError, match="no column 'sentence2'; the columns are .*--text-column"):
         predict(job.output, data=str(tmp_path / "half.parquet"))

@@ -232,14 +232,25 @@ def test_the_same_job_gives_the_same_weights(job, tmp_path):
     assert same(weights(tmp_path / "one"), weights(tmp_path / "other"))
 
 
-class Kill(TrainerCallback):
+class Watch(TrainerCallback):
+    def __init__(self):
+        self.steps: list[int] = []
+
     def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step == 6:
+        self.steps.append(state.global_step)
+
+
+class Kill(TrainerCallback):
+    def __init__(self, step: int):
+        self.step = step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def run_until_killed(job: TrainingJob) -> None:
-    run = TrainingRun(job, callbacks=[Kill()])
+def run_until_killed(job: TrainingJob, step: int = 6) -> None:
+    run = TrainingRun(job, callbacks=[Kill(step)])
     run.rank()
     run.fit()
 
@@ -260,6 +271,51 @@ def test_a_run_that_was_killed_goes_on_to_the_same_weights(job, tmp_path, method
         assert resumed[key] == whole[key], key
 
 
+def test_early_stopping_counts_epochs_also_over_a_kill(job, tmp_path):
+    """Nothing is learnt at this rate, so the first epoch stays the best."""
+    options = {"epochs": 9, "early_stopping": 2, "learning_rate": 1e-12}
+    whole = train(job(output=str(tmp_path / "whole"), **options))
+    assert [row["epoch"] for row in whole["history"]] == [1, 2, 3]
+    asked = job(output=str(tmp_path / "killed"), **options)
+    assert run_forked(run_until_killed, asked, 10).code == -signal.SIGKILL  # in the third epoch
+    resumed = train(asked, resume=True)
+    assert resumed["history"] == whole["history"]
+    assert same(weights(tmp_path / "whole"), weights(tmp_path / "killed"))
+
+
+def test_the_loss_is_logged_every_so_many_steps_and_told_by_epoch(job, tmp_path):
+    class Losses(TrainerCallback):
+        def __init__(self):
+            self.at: list[int] = []
+
+        def on_log(self, args, state, control, logs=None, **kwargs):
+            if "loss" in logs:
+                self.at.append(state.global_step)
+
+    usual, often = train(job(output=str(tmp_path / "usual"))), Losses()
+    run = TrainingRun(job(log_every=3), callbacks=[often])
+    run.fit()
+    results = run.finish()
+    assert often.at == [3, 4, 6, 8]
+    assert [row["step"] for row in results["history"]] == [4, 8]
+    for one, other in zip(results["history"], usual["history"], strict=True):
+        assert one == {**other, "train_loss": pytest.approx(other["train_loss"], rel=1e-3)}
+    assert same(weights(tmp_path / "usual"), weights(tmp_path / "out"))
+
+
+def test_what_a_service_writes_beside_the_checkpoints_stays_when_these_go(job, tmp_path):
+    class Service(TrainerCallback):
+        def on_train_begin(self, args, state, control, **kwargs):
+            self.folder = Path(args.output_dir) / "runs"
+            self.folder.mkdir(parents=True)
+
+    service = Service()
+    run = TrainingRun(job(max_steps=1), callbacks=[service])
+    run.fit()
+    run.finish()
+    assert [*(tmp_path / "out" / "checkpoints").iterdir()] == [service.folder]
+
+
 def test_a_run_that_was_killed_before_its_first_checkpoint_starts_again(job, tmp_path):
     asked = job()
     TrainingRun(asked)
@@ -276,10 +332,39 @@ def test_a_checkpoint_that_was_not_written_to_its_end_is_passed_over(tmp_path):
     assert newest_checkpoint(tmp_path / "nothing") is None
 
 
-def test_a_resumed_run_keeps_its_options(job):
-    TrainingRun(job())
-    with pytest.raises(ValueError, match="epochs was 2 when the run .* and is 3 now"):
-        train(job(epochs=3), resume=True)
+@pytest.mark.parametrize("options", [{"epochs": 1}, {"batch_size": 8}, {"max_steps": 3}])
+def test_a_resumed_run_keeps_its_options_and_may_only_become_longer(job, options):
+    TrainingRun(job(max_steps=4))
+    ((name, value),) = options.items()
+    with pytest.raises(ValueError, match=f"{name} was .* when the run .* and is {value} now"):
+        train(job(**{"max_steps": 4, **options}), resume=True)
+
+
+def test_a_finished_run_that_is_resumed_stays_as_it_is_or_trains_longer(job, tmp_path):
+    asked = job(
+        epochs=2, learning_rate=1e-12, keep_checkpoints=True
+    )  # the first epoch is the best, the second the last
+    once = train(asked)
+    before = {file: file.read_bytes() for file in (tmp_path / "out").rglob("*") if file.is_file()}
+    assert json.loads(json.dumps(once)) == train(asked, resume=True)
+    assert {file: file.read_bytes() for file in (tmp_path / "out").rglob("*") if file.is_file()} == before
+    longer = dataclasses.replace(asked, epochs=3)
+    seen = Watch()
+    run = TrainingRun(longer, resume=True, callbacks=[seen])
+    assert not (tmp_path / "out" / "metrics.json").exists()  # or a kill now would leave a run that looks finished
+    run.fit()
+    results = run.finish()
+    assert seen.steps == [9, 10, 11, 12]
+    assert [row["epoch"] for row in results["history"]] == [1.0, 2.0, 3.0]
+    assert results["history"][:2] == once["history"]
+    assert TrainingJob.load(asked.output).epochs == 3
+    assert results == json.loads((tmp_path / "out" / "metrics.json").read_text()) | {"task": results["task"]}
+
+
+def test_a_finished_run_without_checkpoints_cannot_become_longer(job):
+    train(job(epochs=1))
+    with pytest.raises(ValueError, match="without the checkpoints .* --keep-checkpoints keeps"):
+        train(job(epochs=2), resume=True)
 
 
 def test_a_folder_in_use_is_refused_and_left_alone(job, tmp_path):
@@ -288,8 +373,6 @@ def test_a_folder_in_use_is_refused_and_left_alone(job, tmp_path):
     before = weights(asked.output)
     with pytest.raises(ValueError, match="not empty. Use --resume to go on, --overwrite"):
         train(asked)
-    with pytest.raises(ValueError, match="finished run"):
-        train(asked, resume=True)
     with pytest.raises(ValueError, match="Drop one"):
         train(asked, resume=True, overwrite=True)
     assert same(weights(asked.output), before)
@@ -327,6 +410,9 @@ def test_a_mistake_in_the_data_leaves_no_folder_behind(job, tmp_path):
         ({"method": "head", "top_k": 2}, "--top-k has no meaning with --method head; it goes with surgical, last"),
         ({"method": "full", "lora_r": 4}, "--lora-r has no meaning with --method full; it goes with spafit, lora"),
         ({"bf16": True, "fp16": True}, "--bf16 and --fp16"),
+        ({"early_stopping": 1, "select_on": "none"}, "--early-stopping looks at the rows that --select-on none"),
+        ({"early_stopping": 0}, "--early-stopping 0 must be above 0"),
+        ({"log_every": 0}, "--log-every 0 must be above 0"),
     ],
 )
 def test_options_that_make_no_sense_are_refused_by_name(options, message):
@@ -491,7 +577,10 @@ def test_the_majority_is_what_scikit_learns_dummy_reaches():
         ({"method": "surgical", "ranking": "nowhere.json"}, "nowhere.json"),
         ({"method": "spafit", "group_2": "biases"}, "biases"),
         ({"method": "spafit", "preset": "SPAFIT-9"}, "SPAFIT-9"),
-        ({"report_to": "tensorbord"}, "--report-to tensorbord: installed are"),
+        ({"report_to": "tensorbord"}, "--report-to tensorbord: .*installed"),
+        ({"report_to": "wandb"}, "--report-to wandb: .*installed.*pip install wandb"),
+        ({"optim": "adam_w"}, "--optim adam_w: transformers has none of this name; allowed are .*adam"),
+        ({"optim": "adamw_bnb_8bit"}, "bitsandbytes, which is not installed|needs a GPU"),
         ({"encoding": "utf8-8"}, "--encoding: unknown encoding"),
         ({"fp16": True}, "--fp16 needs a GPU"),
         ({"metric": "pearson"}, "--metric pearson: for classification allowed are"),
@@ -504,7 +593,7 @@ def test_the_majority_is_what_scikit_learns_dummy_reaches():
 def test_a_typo_is_told_before_the_model_is_loaded_and_leaves_no_folder(job, tmp_path, monkeypatch, options, message):
     loader = AutoModelForSequenceClassification
     monkeypatch.setattr(loader, "from_pretrained", lambda *a, **k: pytest.fail("loaded a model"))
-    with pytest.raises((ValueError, OSError), match=message):
+    with pytest.raises((ValueError, OSError, ImportError), match=message):
         TrainingRun(job(**options))
     assert not (tmp_path / "out").exists()
 

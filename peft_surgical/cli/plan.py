@@ -1,0 +1,84 @@
+"""`peft-surgical plan`: what a training would cost, before it is begun."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from peft_surgical.cli.common import show_ranking, show_start, show_table, size
+from peft_surgical.training.job import TrainingJob
+
+
+if TYPE_CHECKING:
+    from peft_surgical.training.planning import Memory, Plan
+
+
+def plan(console: Console, job: TrainingJob) -> None:
+    """Tell what `train` with the same options would cost: parameters, file, memory, time, and what would need less.
+
+    A few real training steps are taken, on the longest rows and on some at random. Nothing is kept of them.
+    """
+    from peft_surgical.training.planning import TrainingRun, plan
+
+    def begin(run: TrainingRun) -> None:
+        show_start(console, run)
+        show_ranking(console, run)
+
+    found = plan(job, begin)
+    show_table(console, plan_lines(found))
+    if found.needs is None:
+        raise ValueError("No batch of this job fits the device, not even one row. Tune fewer layers, or take LoRA.")
+
+
+def plan_lines(plan: Plan) -> list[tuple[str, str]]:
+    """A plan in names and values; before steps, what is known then."""
+    from peft_surgical.training.card import describe_layers, share
+
+    memory, part = plan.memory, share(plan.trained, plan.parameters)
+    rows = [
+        ("Trained", f"{size(plan.trained, '')} of {size(plan.parameters, '')} parameters ({part})"),
+        ("Layers", describe_layers({"layers": plan.layers}) or "none"),
+        ("Saved file", _describe_files(plan.files)),
+    ]
+    if plan.batch is None:
+        rest = "" if plan.needs is None else "; and activations, which `peft-surgical plan` measures"
+        return [*rows, ("Memory", f"{size(memory.total)}: {_describe_memory(memory)}{rest}")]
+    rows_by_tokens = f"{plan.batch[0]} rows of {plan.batch[1]} tokens"
+    rows.append(
+        ("Memory", f"{size(memory.total)} at the peak, of {size(plan.limit)} ({plan.device}); {rows_by_tokens}")
+    )
+    rows.append(("", _describe_memory(memory)))
+    if plan.needs:
+        rows.append(("Needs", f"{plan.needs}: without, it does not fit"))
+    rows += [("Or", f"{size(other.total)} with {option}") for option, other in plan.smaller.items()]
+    if plan.layer is not None:
+        held = (plan.layer if memory.copies else 0) + plan.layer * (1 + memory.optimizer / memory.gradients)
+        rows.append(("Or", f"{size(held)} less for each layer less"))
+    if plan.seconds is not None:
+        rows.append(("An epoch", f"{_describe_time(plan.seconds)} of training steps"))
+    return rows
+
+
+def _describe_memory(memory: Memory) -> str:
+    parts = {name: value for name, value in vars(memory).items() if value and name != "peak"}
+    return ", ".join(f"{name} {size(parts[name])}" for name in sorted(parts, key=lambda name: -parts[name]))
+
+
+def _describe_files(files: dict[str, int]) -> str:
+    others = ", ".join(f"{name} {size(count)}" for name, count in files.items() if name != "values")
+    return size(files["values"]) + (f"; converted to {others}" if others else "")
+
+
+def _describe_time(seconds: float) -> str:
+    """Seconds, as people say them.
+
+    Example:
+
+        >>> _describe_time(0.34), _describe_time(75), _describe_time(7300)
+        ('0.3 s', '1 min 15 s', '2 h 1 min')
+    """
+    if seconds < 59.5:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
