@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from peft_surgical.cli.common import Adapter, Base, Encoding, Output, check_plot, size
+from peft_surgical.cli.common import Adapter, Base, Encoding, MaxError, Output, check_plot, size
 from peft_surgical.training.options import check_writable
 
 
@@ -31,6 +31,7 @@ def diff(
         ),
     ] = None,
     encoding: Encoding = "values",
+    max_error: MaxError = 0.0,
     plot: Annotated[Path | None, typer.Option(help="Save a heat map of what moved here (.png, .pdf, .svg).")] = None,
 ) -> None:
     """Turn a fine-tuned checkpoint into an adapter that holds only the layers that differ, and the head.
@@ -51,6 +52,7 @@ def diff(
         top_k=top_k,
         embeddings=embeddings,
         encoding=encoding,
+        max_error=max_error,
         progress=console.is_terminal and not console.quiet,
     )
     console.print(str(found.movement), markup=False, soft_wrap=True)
