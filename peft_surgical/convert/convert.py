@@ -202,7 +202,7 @@ def distil_scales(
     model.eval()
     try:
         with torch.no_grad():
-            wanted = [_output(model(**x)).float() for x in inputs]
+            wanted = [output_of(model(**x)).float() for x in inputs]
         before = _error(model, matrices, inputs, wanted)
         best, factors = before, [m.log_factor.detach().clone() for m in matrices.values()]
         optimizer = torch.optim.Adam([m.log_factor for m in matrices.values()], lr=learning_rate)
@@ -244,7 +244,8 @@ def _inputs(batch: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
     return {key: value.to(device) if isinstance(value, torch.Tensor) else value for key, value in kept.items()}
 
 
-def _output(result: Any) -> torch.Tensor:
+def output_of(result: Any) -> torch.Tensor:
+    """What a model answers: its logits, or its first output."""
     logits = getattr(result, "logits", None)
     return logits if logits is not None else result[0]
 
@@ -253,7 +254,7 @@ def _loss(
     model: nn.Module, matrices: Mapping[str, _Signs], x: Mapping[str, Any], target: torch.Tensor
 ) -> torch.Tensor:
     tensors = {name: matrix.tensor().to(matrix.parameter.dtype) for name, matrix in matrices.items()}
-    output = _output(torch.func.functional_call(model, tensors, (), dict(x)))
+    output = output_of(torch.func.functional_call(model, tensors, (), dict(x)))
     return (output.float() - target).square().mean()
 
 

@@ -175,8 +175,8 @@ def _values_nbytes(encoding: str, parts: Mapping[str, torch.Tensor]) -> int:
         return nbytes // chosen.dtypes[encoding].itemsize * chosen.entries_per_code * 4
     nbytes = unpacked_nbytes(parts[list(chosen.dtypes)[-1]][LOSSLESS_HEADER:])
     if encoding == "rows":  # of which the size of one tells that of all
-        total, _, *changed = parts["rows"].tolist()
-        nbytes = nbytes // max(1, len(changed)) * total
+        index = parts["rows"]
+        nbytes = nbytes // max(1, unpacked_nbytes(index[16:]) // 8) * int(index[:8].clone().view(torch.int64))
     return nbytes
 
 

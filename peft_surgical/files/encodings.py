@@ -23,7 +23,7 @@ LOSSLESS_HEADER = 20  # bytes before the packed ones of a lossless tensor
 class Encoding(ABC):
     """One way to write a trained tensor as a difference to the base's.
 
-    The suffixes of its parts begin with its name in `ENCODINGS` and appear in no other encoding.
+    It is called as its first part, and no suffix of a part appears in another encoding.
     """
 
     lossy = True
@@ -60,7 +60,7 @@ class Lossless(Encoding):
         one, last = steps.dtype.type(1), steps.dtype.type(8 * steps.itemsize - 1)
         name = str(trained.dtype).removeprefix("torch.").encode().ljust(16)
         header = bytearray(name + zlib.crc32(bits.data).to_bytes(4, "little"))
-        packed = _pack((steps << one) ^ (0 - (steps >> last)))
+        packed = pack(torch.from_numpy((steps << one) ^ (0 - (steps >> last))))
         return {"lossless": torch.cat([torch.frombuffer(header, dtype=torch.uint8), packed])}
 
     def decode(self, parts: Mapping[str, torch.Tensor], base: torch.Tensor) -> torch.Tensor:
@@ -82,10 +82,11 @@ class Lossless(Encoding):
 class Rows(Lossless):
     """The rows that differ alone, as `Lossless` writes them, and which they are; restores every bit.
 
-    `rows` holds the number of all rows, a checksum of the whole tensor, and which differ (the first, if none does).
+    `rows` holds the number of all rows and a checksum of the whole tensor, 8 bytes each, and, packed, the first row
+    that differs (or 0) and how far each further one is from the one before.
     """
 
-    dtypes = {"rows": torch.int64, "rows_lossless": torch.uint8}
+    dtypes = {"rows": torch.uint8, "rows_lossless": torch.uint8}
 
     def encode(self, trained: torch.Tensor, base: torch.Tensor) -> dict[str, torch.Tensor]:
         trained, base = trained.detach().cpu(), base.detach().cpu()
@@ -93,19 +94,22 @@ class Rows(Lossless):
         differs = (bits != before).any(1)
         differs[0] |= not differs.any()
         rows = torch.from_numpy(np.flatnonzero(differs))
-        packed = super().encode(trained[rows], base[rows])["lossless"]
-        return {"rows": torch.cat([torch.tensor([len(bits), zlib.crc32(bits.data)]), rows]), "rows_lossless": packed}
+        header = torch.tensor([len(bits), zlib.crc32(bits.data)]).view(torch.uint8)
+        index = torch.cat([header, pack(rows.diff(prepend=torch.tensor([0])))])
+        return {"rows": index, "rows_lossless": super().encode(trained[rows], base[rows])["lossless"]}
 
     def decode(self, parts: Mapping[str, torch.Tensor], base: torch.Tensor) -> torch.Tensor:
-        numbers = parts["rows"].cpu().reshape(-1)
-        rows, edges = numbers[2:], torch.tensor([-1, len(base)])
-        is_in_order = bool((rows.diff(prepend=edges[:1], append=edges[1:]) > 0).all())
-        if numbers[:1].tolist() != [len(base)] or not is_in_order:
+        index = parts["rows"].cpu()
+        count = unpacked_nbytes(index[16:]) // 8
+        rows = unpack(index[16:], (min(max(count, 1), len(base)),), torch.int64).cumsum(0)
+        total, crc = index[:16].clone().view(torch.int64).tolist()
+        is_within = bool(((rows >= 0) & (rows < len(base))).all())
+        if total != len(base) or not is_within or not bool((rows.diff() > 0).all()):
             raise ValueError(f"its numbers of rows are damaged, or of another tensor than one of {len(base)} rows")
         changed = super().decode({"lossless": parts["rows_lossless"]}, base.cpu()[rows])
         whole = base.to("cpu", changed.dtype, copy=True).contiguous()
         whole.view(torch.uint8)[rows] = changed.view(torch.uint8)
-        if [zlib.crc32(_bits(whole).data)] != numbers[1:2].tolist():
+        if zlib.crc32(_bits(whole).data) != crc:
             raise ValueError(_OTHER_BASE.format(dtype=str(base.dtype).removeprefix("torch.")))
         return whole.to(base.device)
 
@@ -194,14 +198,8 @@ class Sign(Encoding):
         return _add(base, torch.where(up.bool(), parts["sign_scale"], -parts["sign_scale"]))
 
 
-ENCODINGS: dict[str, Encoding] = {
-    "lossless": Lossless(),
-    "rows": Rows(),
-    "bf16": Bfloat16(),
-    "int8": Int8(),
-    "int4": Int4(),
-    "sign": Sign(),
-}
+_KINDS: Sequence[type[Encoding]] = (Lossless, Rows, Bfloat16, Int8, Int4, Sign)
+ENCODINGS: dict[str, Encoding] = {next(iter(kind.dtypes)): kind() for kind in _KINDS}
 
 
 def find_encoding(name: str) -> Encoding:
@@ -223,11 +221,7 @@ def check_encoding(name: str, max_error: float) -> None:
 
 def pack(numbers: torch.Tensor) -> torch.Tensor:
     """A tensor packed by zstd as bytes, the first ones of all entries first, then the second ones, and so on."""
-    return _pack(_bits(numbers))
-
-
-def _pack(numbers: np.ndarray) -> torch.Tensor:
-    planes = np.ascontiguousarray(numbers.view(np.uint8).reshape(-1, numbers.itemsize).T)
+    planes = np.ascontiguousarray(_bits(numbers).view(np.uint8).reshape(-1, numbers.itemsize).T)
     packed = zstandard.ZstdCompressor(level=3).compress(planes.data)
     return torch.frombuffer(bytearray(packed), dtype=torch.uint8)
 
