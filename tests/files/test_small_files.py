@@ -328,11 +328,25 @@ def test_auto_takes_the_smallest_that_keeps_the_bound(max_error, dtype):
 
 
 def test_the_bound_counts_what_rounding_to_the_dtype_adds():
-    base = torch.full((64, 64), 1.0, dtype=torch.bfloat16)  # the next ones are 2^-7 away
-    trained = base + 2.0**-7 * torch.randint(0, 3, (64, 64)).bfloat16()
-    for max_error in (0.05, 0.3, 0.6):
-        decoded = decode_tensors(encode_tensor("w", trained, base, "auto", max_error), {"w": base})["w"]
-        assert relative_error(trained, base, decoded.bfloat16()) <= max_error
+    base = torch.full((64, 64), 1.5, dtype=torch.bfloat16)  # the next ones are 2^-7 away
+    moves = (torch.rand(64, 64, generator=torch.Generator().manual_seed(0)) < 0.6).bfloat16()
+    trained = base + 2.0**-7 * moves
+    signs = decode_tensors(encode_tensor("w", trained, base, "sign"), {"w": base})["w"]
+    assert relative_error(trained, base, signs) < 0.7 < relative_error(trained, base, signs.bfloat16())
+    decoded = decode_tensors(encode_tensor("w", trained, base, "auto", 0.7), {"w": base})["w"]
+    assert relative_error(trained, base, decoded.bfloat16()) <= 0.7
+
+
+def test_auto_without_an_error_restores_what_a_rounded_encoding_restores_but_for_the_sign_of_zero():
+    base = torch.zeros(64, 64)
+    base[:, ::2] = -0.0
+    trained = base.clone()
+    trained[0, 1::2] = 127.0 * torch.randint(-1, 2, (32,))
+    rounded = decode_tensors(encode_tensor("w", trained, base, "int8"), {"w": base})["w"]
+    assert torch.equal(rounded, trained)
+    assert as_bytes(rounded) != as_bytes(trained)
+    exact = decode_tensors(encode_tensor("w", trained, base, "auto"), {"w": base})["w"]
+    assert as_bytes(exact) == as_bytes(trained)
 
 
 def test_auto_is_exact_where_a_value_is_not_finite():
