@@ -242,7 +242,11 @@ def table(record: dict[str, Any]) -> str:
         sizes = [f"{row['bytes'] / 1e6:.2f}", f"{row['bytes'] / whole:.3f}"]
         lines.append([row["model"], row["form"], *sizes, *times, error, f"{row['points']:.1f}"])
     head = ["fine-tune", "form", "MB", "of the tensors", "write ms", "load ms", "error", "points"]
-    return f"{record['trained']}; on {record['device']}.\n\n{markdown(head, lines)}"
+    trained = ", ".join(f"{name} {steps} on {task}" for name, (steps, task) in record["trained"].items())
+    return (
+        f"Full fine-tunes, steps of {BATCH} rows: {trained}; points on up to {ROWS} validation rows; on "
+        f"{record['device']}.\n\n{markdown(head, lines)}"
+    )
 
 
 def main() -> None:
@@ -258,10 +262,11 @@ def main() -> None:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     quiet()
     file = result_file(options.output, "delta_fine_tunes")
-    steps = ", ".join(f"{name} {STEPS[name]} on {TASK[name]}" for name in options.models)
-    record: dict[str, Any] = {"device": device_name(), "rows": []}
-    record["trained"] = f"Full fine-tunes, steps of {BATCH} rows: {steps}; points on up to {ROWS} validation rows"
-    for name in options.models:
+    record: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {"trained": {}, "rows": []}
+    record["device"] = device_name()
+    for name in options.models:  # what is there of the others stays
+        record["rows"] = [row for row in record["rows"] if not row["model"].startswith(f"{name},")]
+        record["trained"][name] = [STEPS[name], TASK[name]]
         task, work = TASK[name], options.work / f"{name}-{TASK[name]}"
         base = whole_base(options.folder / name, options.work)
         fine_tune(base, work, task, options.data, steps=STEPS[name], rate=RATE[name])

@@ -33,7 +33,7 @@ from peft_surgical import DeltaBank, pack_checkpoints
 
 
 TASKS = ("mrpc", "rte", "cola", "sst2", "qnli", "mnli", "wnli", "stsb")
-STEPS, TOKENS = 50, 32
+STEPS, TOKENS = 40, 32
 WAYS = {
     "eight copies": None,
     "bank, room for all": 8,
