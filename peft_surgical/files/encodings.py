@@ -57,10 +57,10 @@ class Lossless(Encoding):
     def encode(self, trained: torch.Tensor, base: torch.Tensor) -> dict[str, torch.Tensor]:
         bits = _bits(trained)
         steps = _ordered(bits) - _ordered(_bits(base.to(trained.dtype)))
-        one, last = steps.dtype.type(1), steps.dtype.type(8 * steps.itemsize - 1)
+        zigzag = (steps << 1) ^ (steps >> (8 * steps.itemsize - 1))
         name = str(trained.dtype).removeprefix("torch.").encode().ljust(16)
         header = bytearray(name + zlib.crc32(bits.data).to_bytes(4, "little"))
-        packed = pack(torch.from_numpy((steps << one) ^ (0 - (steps >> last))))
+        packed = pack(torch.from_numpy(zigzag))
         return {"lossless": torch.cat([torch.frombuffer(header, dtype=torch.uint8), packed])}
 
     def decode(self, parts: Mapping[str, torch.Tensor], base: torch.Tensor) -> torch.Tensor:
@@ -72,8 +72,7 @@ class Lossless(Encoding):
         # of a copy, for memory that numpy has seen can no longer be resized, which FSDP1 does
         start = _ordered(_bits(base.to(dtype, copy=True)))
         zigzag = _bits(unpack(data[LOSSLESS_HEADER:], start.shape, dtype.to_real()))
-        one = start.dtype.type(1)
-        bits = _unordered(start + ((zigzag >> one) ^ (0 - (zigzag & one))))
+        bits = _ordered(start + ((zigzag >> 1).view(start.dtype) ^ -(zigzag & 1).view(start.dtype)))
         if zlib.crc32(bits.data) != crc:
             raise ValueError(_OTHER_BASE.format(dtype=str(base.dtype).removeprefix("torch.")))
         return torch.from_numpy(bits.view(np.uint8)).view(dtype).reshape(base.shape).to(base.device)
@@ -221,7 +220,9 @@ def check_encoding(name: str, max_error: float) -> None:
 
 def pack(numbers: torch.Tensor) -> torch.Tensor:
     """A tensor packed by zstd as bytes, the first ones of all entries first, then the second ones, and so on."""
-    planes = np.ascontiguousarray(_bits(numbers).view(np.uint8).reshape(-1, numbers.itemsize).T)
+    planes = np.stack(
+        [*_bits(numbers).view(np.uint8).reshape(-1, numbers.itemsize).T]
+    )  # faster than a transposed copy
     packed = zstandard.ZstdCompressor(level=3).compress(planes.data)
     return torch.frombuffer(bytearray(packed), dtype=torch.uint8)
 
@@ -235,7 +236,7 @@ def unpack(packed: torch.Tensor, shape: Shape, dtype: torch.dtype) -> torch.Tens
         planes = np.frombuffer(zstandard.ZstdDecompressor().decompress(packed.cpu().numpy().tobytes()), np.uint8)
     except zstandard.ZstdError as error:
         raise ValueError(f"its packed data are damaged ({error})") from error
-    whole = torch.from_numpy(np.array(planes.reshape(dtype.itemsize, -1).T))
+    whole = torch.from_numpy(np.stack([*planes.reshape(dtype.itemsize, -1)], axis=1))
     return whole.reshape(-1).view(dtype).reshape(tuple(shape))
 
 
@@ -286,11 +287,6 @@ def _bits(tensor: torch.Tensor) -> np.ndarray:
 
 
 def _ordered(bits: np.ndarray) -> np.ndarray:
-    """Bit patterns of floats as unsigned integers in the order of the numbers."""
-    top = bits.dtype.type(1 << (8 * bits.itemsize - 1))
-    return np.where(bits & top, ~bits, bits | top)
-
-
-def _unordered(ordered: np.ndarray) -> np.ndarray:
-    top = ordered.dtype.type(1 << (8 * ordered.itemsize - 1))
-    return np.where(ordered & top, ordered & ~top, ~ordered)
+    """Bit patterns of floats as integers in the order of the numbers; and those as bit patterns again."""
+    signed = bits.view(f"i{bits.itemsize}")
+    return signed ^ ((signed >> (8 * bits.itemsize - 1)) & np.iinfo(signed.dtype).max)
