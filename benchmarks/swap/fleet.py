@@ -64,12 +64,8 @@ def open_way(way: str, base: Path, tunes: Path, packed: Path) -> Callable[[Reque
     if WAYS[way] is None:
         models = {name: load(tunes / name) for name in TASKS}
         return lambda request: models[request[0]](**text_of(request[1])).logits
-    bank = DeltaBank(load(base))
-    for name in TASKS:
-        bank.add(name, packed / name)
-    bank.activate(TASKS[0])
-    largest = max(task.layout.nbytes for task in bank._tasks.values())
-    bank = DeltaBank(load(base), device_budget=WAYS[way] * largest)
+    largest = max((tunes / name / "model.safetensors").stat().st_size for name in TASKS)
+    bank = DeltaBank(load(base), device_budget=WAYS[way] * int(1.01 * largest))  # tensors are aligned
     for name in TASKS:
         bank.add(name, packed / name)
 
