@@ -119,7 +119,7 @@ def pack_checkpoints(
 
 def _checkpoints(tuned: Iterable[str | os.PathLike], base: Checkpoint) -> list[str]:
     found: list[str] = []
-    for source in map(os.fspath, tuned):
+    for source in (os.fspath(source) for source in tuned):
         inside = [] if not os.path.isdir(source) else [path.parent for path in Path(source).glob("*/config.json")]
         if not inside or Path(source, "config.json").exists():
             found.append(source)

@@ -95,7 +95,7 @@ class Rows(Lossless):
         rows = torch.from_numpy(np.flatnonzero(differs))
         header = torch.tensor([len(bits), zlib.crc32(bits.data)]).view(torch.uint8)
         index = torch.cat([header, pack(rows.diff(prepend=torch.tensor([0])))])
-        return {"rows": index, "rows_lossless": super().encode(trained[rows], base[rows])["lossless"]}
+        return {"rows": index, "rows_lossless": super().encode(_take(trained, rows), _take(base, rows))["lossless"]}
 
     def decode(self, parts: Mapping[str, torch.Tensor], base: torch.Tensor) -> torch.Tensor:
         index = parts["rows"].cpu()
@@ -105,7 +105,7 @@ class Rows(Lossless):
         is_within = bool(((rows >= 0) & (rows < len(base))).all())
         if total != len(base) or not is_within or not bool((rows.diff() > 0).all()):
             raise ValueError(f"its numbers of rows are damaged, or of another tensor than one of {len(base)} rows")
-        changed = super().decode({"lossless": parts["rows_lossless"]}, base.cpu()[rows])
+        changed = super().decode({"lossless": parts["rows_lossless"]}, _take(base.cpu(), rows))
         whole = base.to("cpu", changed.dtype, copy=True).contiguous()
         whole.view(torch.uint8)[rows] = changed.view(torch.uint8)
         if zlib.crc32(_bits(whole).data) != crc:
@@ -273,6 +273,11 @@ def _steps(delta: torch.Tensor, scale: torch.Tensor, most: int) -> torch.Tensor:
 def _grouped(values: torch.Tensor) -> torch.Tensor:
     flat = values.reshape(-1)
     return torch.nn.functional.pad(flat, (0, -flat.numel() % GROUP)).reshape(-1, GROUP)
+
+
+def _take(tensor: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Rows of a tensor of any dtype; PyTorch before 2.7 has no index for some of them."""
+    return tensor.contiguous().view(torch.uint8)[rows].view(tensor.dtype)
 
 
 def _bit_places(device: torch.device) -> torch.Tensor:
