@@ -6,6 +6,7 @@ from peft_surgical.convert.diff import diff_checkpoints
 from peft_surgical.convert.inspect import compare_adapters, inspect_adapter
 from peft_surgical.convert.lora import approximate_lora
 from peft_surgical.convert.merge import merge_checkpoint
+from peft_surgical.convert.pack import pack_checkpoints
 from peft_surgical.distributed import shard_by_layer
 from peft_surgical.layers import find_stacks, resolve_layers
 from peft_surgical.methods.hotswap import prepare_model_for_hotswap
@@ -40,6 +41,7 @@ __all__ = [
     "find_stacks",
     "inspect_adapter",
     "merge_checkpoint",
+    "pack_checkpoints",
     "parameter_groups",
     "prepare_model_for_hotswap",
     "rank_layers",

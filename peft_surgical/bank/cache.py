@@ -220,7 +220,7 @@ class TaskCache:
             else:
                 task.file.read(task.stored, buffer)
             self._put(self.in_host, task, buffer)
-        self.traffic["bytes_read"] += task.stored.nbytes
+        self.traffic["bytes_read"] += task.file.nbytes
         self.traffic["seconds_reading"] += time.perf_counter() - started
         return buffer
 
@@ -239,7 +239,7 @@ class TaskCache:
                 parts = self._read(task, entry) if host is None else {k: stored[k] for k in entry.value_keys()}
                 tensors[key].copy_(self._decode(task, entry, parts, self.device), non_blocking=True)
         if host is None:
-            self.traffic["bytes_read"] += task.stored.nbytes
+            self.traffic["bytes_read"] += task.file.nbytes
         return Resident(task.layout.views(buffer), buffer)
 
     def _read(self, task: Task, entry: Entry) -> dict[str, torch.Tensor]:

@@ -19,9 +19,10 @@ from peft.utils import SAFETENSORS_WEIGHTS_NAME
 from torch import nn
 
 from peft_surgical.bank.memory import Layout, Spec, read_all, structure_of
-from peft_surgical.files.adapter import Entry, entries, method_of, touched_names
+from peft_surgical.files.adapter import PACKED, SEPARATOR, Entry, entries, method_of, touched_names
 from peft_surgical.files.base import check_base, describe_base
 from peft_surgical.files.check import check_tensors, decoded_shapes, read_header
+from peft_surgical.files.encodings import find_encoding, unpack
 from peft_surgical.files.safetensors_io import DTYPES, Header, checksum, download
 from peft_surgical.methods.config import DeltaConfig, naming_adapter, read_config
 from peft_surgical.methods.heads import head_names, head_shapes, label_settings
@@ -61,13 +62,14 @@ class TaskFile:
                 if self._starts[name] != end or min(self.specs[name].shape, default=0) < 0:
                     raise ValueError(f"the tensor {name!r} begins at byte {self._starts[name]} instead of {end}")
                 end += self.specs[name].nbytes
+            self.nbytes = end - start  # of its tensors
             if end != self._stamp[0]:
                 raise ValueError(f"it has {self._stamp[0]} bytes and should have {end}")
         except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
             raise ValueError(f"{path} cannot be read as a safetensors file ({error}). Copy it again.") from error
 
     def read(self, layout: Layout, buffer: torch.Tensor) -> None:
-        """Read tensors into their places in a buffer on the CPU, without the GIL and a copy in between."""
+        """Read tensors into their places in a buffer on the CPU, packed ones unpacked, others without a copy."""
         data = buffer.numpy()
         names = list(layout.specs)
         readers = min(_READERS, 1 + layout.nbytes // _WORTH_A_READER, len(names))
@@ -85,8 +87,11 @@ class TaskFile:
         with open(self.path, "rb", buffering=0) as file:
             self._check_unchanged(file)
             for name in names:
-                start = layout.offsets[name]
-                part = data[start : start + layout.specs[name].nbytes]
+                start, spec = layout.offsets[name], layout.specs[name]
+                part = place = data[start : start + spec.nbytes]
+                if is_packed := name not in self.specs:
+                    name += PACKED
+                    part = np.empty(self.specs[name].nbytes, np.uint8)
                 read_all(file, self._starts[name], part.data)
                 if self.header is not None and name not in self._checked:
                     entry = self._entries[name]
@@ -94,6 +99,10 @@ class TaskFile:
                     self._check_unchanged(file)  # what was changed is not called damaged
                     self.header.check(entry["name"], found)
                     self._checked.add(name)
+                if is_packed:
+                    place[:] = (
+                        unpack(torch.from_numpy(part), spec.shape, spec.dtype).view(-1).view(torch.uint8).numpy()
+                    )
             self._check_unchanged(file)
 
     def _check_unchanged(self, file: FileIO) -> None:
@@ -116,7 +125,7 @@ class Task:
     file: TaskFile
     entries: dict[str, Entry]  # by their plain names in the file
     layout: Layout  # on the device, by their plain names in the file
-    stored: Layout  # of the file's tensors in host memory
+    stored: Layout  # of the file's tensors in host memory, packed ones unpacked
     copies: Copies = field(default_factory=dict)  # for the SURGICAL method
     heads: list[str] = field(default_factory=list)  # likewise, the names in the base of its head's tensors
     labels: dict[str, Any] = field(default_factory=dict)  # number and names; empty for the base's own
@@ -125,7 +134,7 @@ class Task:
     @property
     def is_lossless(self) -> bool:
         """Whether decoding is work for the CPU, so that host memory holds decoded values."""
-        return any(entry.encoding == "lossless" for entry in self.entries.values())
+        return any(e.encoding != "values" and not find_encoding(e.encoding).lossy for e in self.entries.values())
 
     @property
     def is_surgical(self) -> bool:
@@ -174,7 +183,11 @@ class BaseIndex:
         expected = {key: tuple(self.tensors[entry.name].shape) for key, entry in is_decoded.items()}
         shapes = decoded_shapes(file.specs, expected, self.tensors, str(file.path))
         specs = {key: Spec(self._device_dtype(entry, file), tuple(shapes[key])) for key, entry in found.items()}
-        kept = {key: file.specs[key] for entry in found.values() for key in entry.value_keys()}
+        kept = {
+            key: file.specs.get(key) or _unpacked_spec(entry, key, expected[entry.key])
+            for entry in found.values()
+            for key in entry.value_keys()
+        }
         task = Task(name, adapter, config, file, found, Layout(specs), Layout(kept))
         task.labels = dict(labels or getattr(config, "labels", None) or self._labels_in(task))
         if isinstance(config, DeltaConfig):
@@ -242,6 +255,12 @@ class BaseIndex:
             if shape and self.tensors[name].shape[:1] == (before,) != shape[:1]:
                 return {"num_labels": shape[0], "id2label": {i: f"LABEL_{i}" for i in range(shape[0])}}
         return {}
+
+
+def _unpacked_spec(entry: Entry, key: str, shape: Sequence[int]) -> Spec:
+    """Dtype and shape of a part that the file has packed."""
+    chosen, suffix = find_encoding(entry.encoding), key.rpartition(SEPARATOR)[2]
+    return Spec(chosen.dtypes[suffix], chosen.part_shapes(shape)[suffix] or ())
 
 
 def _refuse_what_no_swap_undoes(config: PeftConfig) -> None:

@@ -23,7 +23,8 @@ logger = logging.getLogger(__name__)
 _COPIES = f".{SURGICAL}."
 _NOT_COMPUTED_WITH = {
     *("auto_mapping", "base", "base_model_name_or_path", "check_base", "encoding", "inference_mode", "labels"),
-    *("init_lora_weights", "init_weights", "lora_dropout", "peft_version", "revision", "runtime_config", "task_type"),
+    *("init_lora_weights", "init_weights", "lora_dropout", "max_error", "peft_version", "revision"),
+    *("runtime_config", "task_type"),
 }
 
 

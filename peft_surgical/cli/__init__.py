@@ -43,6 +43,7 @@ for name, command in {
     "inspect": as_command(adapters.inspect),
     "diff": as_command(checkpoints.diff),
     "merge": as_command(checkpoints.merge),
+    "pack": as_command(checkpoints.pack),
     "convert": as_command(adapters.convert),
     "export-lora": as_command(adapters.export),
     "demo": as_command(demo.demo),

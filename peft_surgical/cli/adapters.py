@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from peft_surgical.cli.common import Adapter, Encoding, Output, size
+from peft_surgical.cli.common import Adapter, Encoding, MaxError, Output, size
 from peft_surgical.training.options import check_writable
 
 
@@ -41,6 +41,7 @@ def convert(
     adapter: Adapter,
     output: Output,
     encoding: Encoding,
+    max_error: MaxError = 0.0,
     base: Annotated[str | None, typer.Option(help="The base model, if not where the adapter's config says.")] = None,
     distil: Annotated[
         str | None,
@@ -67,7 +68,7 @@ def convert(
     check_writable("--output", output)
     progress = console.is_terminal and not console.quiet
     if distil is None:
-        convert_adapter(adapter, output, encoding, base=base, progress=progress)
+        convert_adapter(adapter, output, encoding, max_error=max_error, base=base, progress=progress)
     elif encoding != "sign":
         raise ValueError(f"--distil finds step sizes for --encoding sign, not for {encoding}.")
     else:

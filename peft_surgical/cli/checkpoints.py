@@ -1,4 +1,4 @@
-"""`peft-surgical diff` and `merge`: a small adapter from two checkpoints, and a checkpoint from base and adapter."""
+"""`peft-surgical diff`, `pack` and `merge`: adapters from checkpoints, and a checkpoint from base and adapter."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from peft_surgical.cli.common import Adapter, Base, Encoding, Output, check_plot, size
+from peft_surgical.cli.common import Adapter, Base, Encoding, MaxError, Output, check_plot, size
 from peft_surgical.training.options import check_writable
 
 
@@ -31,6 +31,7 @@ def diff(
         ),
     ] = None,
     encoding: Encoding = "values",
+    max_error: MaxError = 0.0,
     plot: Annotated[Path | None, typer.Option(help="Save a heat map of what moved here (.png, .pdf, .svg).")] = None,
 ) -> None:
     """Turn a fine-tuned checkpoint into an adapter that holds only the layers that differ, and the head.
@@ -51,6 +52,7 @@ def diff(
         top_k=top_k,
         embeddings=embeddings,
         encoding=encoding,
+        max_error=max_error,
         progress=console.is_terminal and not console.quiet,
     )
     console.print(str(found.movement), markup=False, soft_wrap=True)
@@ -92,3 +94,36 @@ def merge(
         progress=console.is_terminal and not console.quiet,
     )
     console.print(f"Saved a {type(model).__name__} in {output}")
+
+
+def pack(
+    console: Console,
+    base: Base,
+    tuned: Annotated[
+        list[str], typer.Argument(help="Models that were fine-tuned from it, or folders that hold such models.")
+    ],
+    output: Output,
+    encoding: Encoding = "auto",
+    max_error: MaxError = 0.0,
+    text: Annotated[
+        list[str] | None,
+        typer.Option(help="What the models are asked, as often as wanted; by default texts are made up."),
+    ] = None,
+) -> None:
+    """Turn full fine-tunes of one base into adapters, each checked by its answers, for a bank to serve.
+
+    With the defaults the adapters restore the fine-tunes bit for bit. One that cannot be packed leaves the others.
+    """
+    from peft_surgical.convert.pack import pack_checkpoints
+    from peft_surgical.training.common import load_tokenizer
+
+    check_writable("--output", output)
+    inputs = dict(load_tokenizer(base)(text, padding=True, return_tensors="pt")) if text else None
+    progress = console.is_terminal and not console.quiet
+    found = pack_checkpoints(
+        base, tuned, output, encoding=encoding, max_error=max_error, inputs=inputs, progress=progress
+    )
+    console.print(str(found), markup=False, soft_wrap=True)
+    if found.failed:
+        reasons = "\n".join(f"{packed.name}: {packed.error}" for packed in found.failed)
+        raise ValueError(f"{len(found.failed)} of {len(found)} were not packed:\n{reasons}")

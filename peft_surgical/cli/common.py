@@ -38,7 +38,13 @@ _QUIET = Annotated[bool, typer.Option("--quiet", "-q", help="Show errors only.",
 Adapter = Annotated[str, typer.Argument(help="The adapter: a folder, or its name on the hub.")]
 Base = Annotated[str, typer.Argument(help="The base model: a folder, or a name on the hub.")]
 Output = Annotated[Path, typer.Option("--output", "-o", help="The folder to write to.")]
-Encoding = Annotated[str, typer.Option(help="How tensors are written: values, lossless, bf16, int8, int4 or sign.")]
+Encoding = Annotated[
+    str, typer.Option(help="How tensors are written: values, auto, lossless, rows, bf16, int8, int4 or sign.")
+]
+MaxError = Annotated[
+    float,
+    typer.Option(help="With --encoding auto: the most a tensor may be off, as a part of its difference. 0: exact."),
+]
 
 
 def as_command(

@@ -18,7 +18,7 @@ from peft_surgical.convert.merge import tensors_of_base
 from peft_surgical.copies.module import TunedModule
 from peft_surgical.files.adapter import AdapterFile, encode_tensor, method_of, write_adapter
 from peft_surgical.files.checkpoint import Checkpoint
-from peft_surgical.files.encodings import difference, find_encoding
+from peft_surgical.files.encodings import check_encoding, difference
 from peft_surgical.methods.config import naming_adapter, open_adapter
 
 
@@ -27,6 +27,7 @@ def convert_adapter(
     output: str | os.PathLike,
     encoding: str,
     *,
+    max_error: float = 0.0,
     base: str | os.PathLike | None = None,
     progress: bool = False,
 ) -> int:
@@ -35,7 +36,10 @@ def convert_adapter(
     Args:
         adapter: Its folder, or its name on the hub.
         output: The folder to write to, another one.
-        encoding: `"values"`, `"lossless"`, `"bf16"`, `"int8"`, `"int4"` or `"sign"`.
+        encoding: `"values"`, `"lossless"`, `"rows"`, `"bf16"`, `"int8"`, `"int4"`, `"sign"`, or `"auto"` for the
+            smallest of them.
+        max_error: With `"auto"`, the most that each tensor may be off, as a part of its difference to the base (norm
+            over norm, L2); 0 restores every bit. It counts from the adapter as it is.
         base: The base that it was trained on; by default the one that its config names.
         progress: Whether to show a progress bar.
 
@@ -43,22 +47,21 @@ def convert_adapter(
         The size of the tensors that were written, in bytes.
 
     Raises:
-        ValueError: The encoding is not known, the adapter holds no copies of the base's tensors (LoRA alone), a file
-            is missing or damaged, or the base is another one.
+        ValueError: The encoding is not known, the error cannot be, the adapter holds no copies of the base's tensors
+            (LoRA alone), a file is missing or damaged, or the base is another one.
     """
-    if encoding != "values":
-        find_encoding(encoding)
+    check_encoding(encoding, max_error)
     saved = open_adapter(adapter)
     if not any(entry.is_copy for entry in saved.entries):
         raise ValueError(f"{saved.source} holds no tuned copies of the base's tensors, so there is nothing to encode.")
     with naming_adapter(saved.config):
         old = tensors_of_base(base_of(saved, base), saved)
     config: Any = saved.config
-    config.encoding = encoding
+    config.encoding, config.max_error = encoding, max_error
     tensors: dict[str, torch.Tensor] = {}
     for entry in tqdm(saved.entries, "Converting", disable=not progress):
         own = old.get(entry.name) if entry.is_copy else None
-        tensors.update(encode_tensor(entry.key, saved.decode(entry, own), own, encoding))
+        tensors.update(encode_tensor(entry.key, saved.decode(entry, own), own, encoding, max_error))
     return write_beside(saved, output, config, tensors)
 
 
@@ -199,7 +202,7 @@ def distil_scales(
     model.eval()
     try:
         with torch.no_grad():
-            wanted = [_output(model(**x)).float() for x in inputs]
+            wanted = [output_of(model(**x)).float() for x in inputs]
         before = _error(model, matrices, inputs, wanted)
         best, factors = before, [m.log_factor.detach().clone() for m in matrices.values()]
         optimizer = torch.optim.Adam([m.log_factor for m in matrices.values()], lr=learning_rate)
@@ -219,7 +222,7 @@ def distil_scales(
             matrix.log_factor = factor
             matrix.parameter.copy_(matrix.tensor())
     config: Any = model.peft_config[adapter]
-    config.encoding = "sign"
+    config.encoding, config.max_error = "sign", 0.0
     return Distillation(before, best)
 
 
@@ -241,7 +244,8 @@ def _inputs(batch: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
     return {key: value.to(device) if isinstance(value, torch.Tensor) else value for key, value in kept.items()}
 
 
-def _output(result: Any) -> torch.Tensor:
+def output_of(result: Any) -> torch.Tensor:
+    """What a model answers: its logits, or its first output."""
     logits = getattr(result, "logits", None)
     return logits if logits is not None else result[0]
 
@@ -250,7 +254,7 @@ def _loss(
     model: nn.Module, matrices: Mapping[str, _Signs], x: Mapping[str, Any], target: torch.Tensor
 ) -> torch.Tensor:
     tensors = {name: matrix.tensor().to(matrix.parameter.dtype) for name, matrix in matrices.items()}
-    output = _output(torch.func.functional_call(model, tensors, (), dict(x)))
+    output = output_of(torch.func.functional_call(model, tensors, (), dict(x)))
     return (output.float() - target).square().mean()
 
 

@@ -50,6 +50,7 @@ def diff_checkpoints(
     top_k: int | None = None,
     embeddings: bool | None = None,
     encoding: str = "values",
+    max_error: float = 0.0,
     progress: bool = False,
 ) -> Diff:
     """Turn a fine-tuned checkpoint into a SURGICAL adapter for its base.
@@ -68,6 +69,7 @@ def diff_checkpoints(
             default they are, except that resized ones are an error; with True they are included as they are, and the
             base must be resized before such an adapter is loaded.
         encoding: How the tensors are written, see `SurgicalConfig`.
+        max_error: Likewise.
         progress: Whether to show progress bars.
 
     Raises:
@@ -83,6 +85,7 @@ def diff_checkpoints(
         layers=_choose_layers(movement, old, threshold, top_k),
         task_type=task_type_of(model),
         encoding=encoding,
+        max_error=max_error,
         inference_mode=True,
     )
     config.modules_to_save = head_names(model, config.task_type) or None
@@ -202,7 +205,7 @@ def _write(
     tensors: dict[str, torch.Tensor] = {}
     for entry in tqdm(found, disable=not progress, desc="Writing"):
         own = old[entry.name] if entry.name in known else None
-        tensors.update(encode_tensor(entry.key, new[entry.name], own, config.encoding))
+        tensors.update(encode_tensor(entry.key, new[entry.name], own, config.encoding, config.max_error))
     mapping = {"base_model_class": type(model).__name__, "parent_library": type(model).__module__}
     nbytes = write_adapter(output, config, tensors, None if config.task_type else mapping)
     return config, {entry.name for entry in found}, nbytes
@@ -210,9 +213,10 @@ def _write(
 
 def _resolve(model: nn.Module, config: SurgicalConfig) -> tuple[SurgicalConfig, list[Entry]]:
     """The config with its layers as they are saved, and what PEFT would save in the file of such an adapter."""
-    encoding, config.record, config.encoding = config.encoding, {}, "values"  # there are no values to look at
+    kept = config.encoding, config.max_error
+    config.record, config.encoding, config.max_error = {}, "values", 0.0  # there are no values to look at
     wrapped = PeftModel(model, config)
     found = entries(get_peft_model_state_dict(wrapped, save_embedding_layers=False))
     resolved: Any = wrapped.peft_config["default"]
-    resolved.encoding = encoding
+    resolved.encoding, resolved.max_error = kept
     return resolved, found

@@ -14,8 +14,8 @@ import torch
 from peft_surgical.convert.change import table
 from peft_surgical.convert.convert import base_of
 from peft_surgical.convert.merge import tensors_of_base
-from peft_surgical.files.adapter import ERROR, AdapterFile, Entry, method_of
-from peft_surgical.files.encodings import difference, values_nbytes
+from peft_surgical.files.adapter import ERROR, PACKED, AdapterFile, Entry, method_of
+from peft_surgical.files.encodings import LOSSLESS_HEADER, difference, find_encoding, unpacked_nbytes
 from peft_surgical.files.safetensors_io import naming
 from peft_surgical.methods.config import naming_adapter, open_adapter
 
@@ -155,7 +155,7 @@ def _group(name: str, entries: list[Entry], adapter: AdapterFile) -> Group:
             values += adapter.nbytes(entry)
         else:
             with naming(f"{adapter.source}: the tensor {entry.key!r}"):
-                values += values_nbytes(entry.encoding, adapter.file[keys[entry.encoding]])
+                values += _values_nbytes(entry.encoding, {suffix: adapter.file[key] for suffix, key in keys.items()})
     return Group(
         name=name,
         tensors=len(entries),
@@ -164,6 +164,20 @@ def _group(name: str, entries: list[Entry], adapter: AdapterFile) -> Group:
         encodings=tuple(dict.fromkeys(entry.encoding for entry in entries)),
         error=errors / differences if differences else 0.0,
     )
+
+
+def _values_nbytes(encoding: str, parts: Mapping[str, torch.Tensor]) -> int:
+    """The size in bytes of an encoded tensor's plain values, in float32 if rounded."""
+    chosen = find_encoding(encoding)
+    if chosen.lossy:
+        packed = parts.get(encoding + PACKED)
+        nbytes = parts[encoding].nbytes if packed is None else unpacked_nbytes(packed)
+        return nbytes // chosen.dtypes[encoding].itemsize * chosen.entries_per_code * 4
+    nbytes = unpacked_nbytes(parts[list(chosen.dtypes)[-1]][LOSSLESS_HEADER:])
+    if encoding == "rows":  # of which the size of one tells that of all
+        index = parts["rows"]
+        nbytes = nbytes // max(1, unpacked_nbytes(index[16:]) // 8) * int(index[:8].clone().view(torch.int64))
+    return nbytes
 
 
 def _likeness(

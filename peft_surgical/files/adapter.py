@@ -1,9 +1,9 @@
 """A saved adapter, read tensor by tensor: what is in its file, by the names that the tensors have in the base.
 
-An encoded tensor takes the place of the plain one: `...weight` becomes `...weight:int8` and `...weight:int8_scale`. So
-the file says by itself how each tensor is encoded, and tensors that an encoding does not suit (biases, norms, heads,
-values that are not finite) stay plain beside the encoded ones. The suffix has no dot, so it survives PEFT's
-translation of names.
+An encoded tensor takes the place of the plain one: `...weight` becomes `...weight:int8` and `...weight:int8_scale`, or
+`...weight:int8_zstd` where zstd makes such a part smaller. So the file says by itself how each tensor is encoded, and
+tensors that an encoding does not suit (biases, norms, heads, values that are not finite) stay plain beside the encoded
+ones. The suffix has no dot, so it survives PEFT's translation of names.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from huggingface_hub import hf_hub_download
 from peft import PeftConfig
 from peft.utils import SAFETENSORS_WEIGHTS_NAME
 
-from peft_surgical.files.encodings import ENCODINGS, difference, find_encoding
+from peft_surgical.files.encodings import ENCODINGS, Shape, difference, find_encoding, pack, unpack
 from peft_surgical.files.safetensors_io import TensorFile, naming, write_tensors, written_aside
 from peft_surgical.names import PREFIX, CopyName
 
 
 SEPARATOR = ":"
 ERROR = "error"
+PACKED = "_zstd"  # after the suffix of a part that zstd has made smaller
 _HUB_OPTIONS = inspect.signature(hf_hub_download).parameters.keys() - {
     "repo_id",
     "filename",
@@ -54,8 +55,8 @@ class Entry:
         return {suffix: f"{self.key}{SEPARATOR}{suffix}" if suffix else self.key for suffix in self.suffixes}
 
     def value_keys(self) -> list[str]:
-        """The names of the parts that its values are made of: all but the record of the error."""
-        return [key for suffix, key in self.keys().items() if suffix != ERROR]
+        """The names, once unpacked, of the parts that its values are made of: all but the record of the error."""
+        return [key.removesuffix(PACKED * bool(suffix)) for suffix, key in self.keys().items() if suffix != ERROR]
 
 
 class AdapterFile:
@@ -139,31 +140,58 @@ def write_adapter(
 
 
 def encode_tensor(
-    name: str, trained: torch.Tensor, base: torch.Tensor | None, encoding: str
+    name: str, trained: torch.Tensor, base: torch.Tensor | None, encoding: str, max_error: float = 0.0
 ) -> dict[str, torch.Tensor]:
     """One tensor as a file has it, by name: encoded as a difference to the base's own, of any dtype, or plain.
 
     Plain stay tensors of one dimension (biases, norms), those without a base of the same shape, those that would not
     get smaller, and, where the encoding is lossy, those with values that are not finite. Lossy encodings add
-    `name:error`, a float32 tensor of shape (2,): the norm of the error and the norm of the difference.
+    `name:error`, a float32 tensor of shape (2,): the norm of the error and the norm of the difference. `"auto"` takes
+    the smallest whose error, as decoded and rounded to the trained tensor's dtype, is at most `max_error` of the
+    difference; 0 asks for every bit.
     """
     trained = trained.detach()
-    if encoding == "values" or base is None or base.shape != trained.shape:
+    smallest = {"": trained}
+    if encoding == "values" or base is None or base.shape != trained.shape or trained.ndim < 2 or not trained.numel():
         return {name: trained}
-    base, chosen = base.detach().to(trained.device), find_encoding(encoding)
-    if trained.ndim < 2 or not trained.numel():
-        return {name: trained}
-    if chosen.lossy and not (trained.is_floating_point() and base.is_floating_point()):
-        return {name: trained}
-    parts = chosen.encode(trained, base)
-    if chosen.lossy:
-        exact = trained.to(torch.promote_types(trained.dtype, torch.float32))
-        norms = [(chosen.decode(parts, base) - exact).norm(), difference(trained, base).norm()]
-        parts[ERROR] = torch.stack(norms).float()
-    is_smaller = sum(part.nbytes for part in parts.values()) < trained.nbytes
-    if not is_smaller or (chosen.lossy and not torch.isfinite(parts[ERROR]).all()):
-        return {name: trained}
-    return {f"{name}{SEPARATOR}{suffix}": part for suffix, part in parts.items()}
+    base = base.detach().to(trained.device)
+    is_rounded = trained.is_floating_point() and base.is_floating_point()
+    for chosen in ENCODINGS.values() if encoding == "auto" else [find_encoding(encoding)]:
+        if chosen.lossy and (not is_rounded or (encoding == "auto" and not max_error)):
+            continue
+        parts = chosen.encode(trained, base)
+        if chosen.lossy:
+            decoded, moved = chosen.decode(parts, base), difference(trained, base)
+            parts = dict(_pack_part(suffix, part) for suffix, part in parts.items())
+            errors = [_norm(difference(trained, form)) for form in (decoded, decoded.to(trained.dtype))]
+            parts[ERROR] = torch.tensor([errors[0], _norm(moved)], dtype=torch.float32)
+            if not torch.isfinite(parts[ERROR]).all() or (
+                encoding == "auto" and max(errors) > max_error * _norm(moved)
+            ):
+                continue
+        if sum(part.nbytes for part in parts.values()) < sum(part.nbytes for part in smallest.values()):
+            smallest = parts
+    return {f"{name}{SEPARATOR * bool(suffix)}{suffix}": part for suffix, part in smallest.items()}
+
+
+def _norm(tensor: torch.Tensor) -> float:
+    return float(torch.linalg.vector_norm(tensor, dtype=torch.float64))
+
+
+def _pack_part(suffix: str, part: torch.Tensor) -> tuple[str, torch.Tensor]:
+    packed = pack(part.cpu())
+    return (suffix + PACKED, packed) if packed.nbytes < part.nbytes else (suffix, part)
+
+
+def part_specs(parts: Collection[str], shape: Shape | None) -> dict[str, tuple[torch.dtype, Shape | None]]:
+    """By suffix, dtype and shape (where it is known) of the parts that an encoded tensor needs, as a file has them."""
+    chosen = find_encoding(encoding_of(parts))
+    shapes: Any = dict.fromkeys(chosen.dtypes) if shape is None else chosen.part_shapes(shape)
+    specs = {}
+    for suffix, dtype in chosen.dtypes.items():
+        is_packed = chosen.lossy and suffix + PACKED in parts  # the exact ones are packed by themselves
+        specs[suffix + PACKED * is_packed] = (torch.uint8, None) if is_packed else (dtype, shapes[suffix])
+    return specs
 
 
 def decode_tensors(tensors: Mapping[str, torch.Tensor], bases: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -179,9 +207,12 @@ def decode_tensors(tensors: Mapping[str, torch.Tensor], bases: Mapping[str, torc
                 "against. Load the adapter onto the base it was trained on."
             )
         base = bases[name].detach()
-        parts = {suffix: part.to(base.device) for suffix, part in parts.items()}
         try:
-            decoded[name] = find_encoding(encoding_of(parts)).decode(parts, base)
+            chosen = find_encoding(encoding_of(parts))
+            for suffix, shape in chosen.part_shapes(base.shape).items():
+                if shape is not None and suffix + PACKED in parts:
+                    parts[suffix] = unpack(parts[suffix + PACKED], shape, chosen.dtypes[suffix])
+            decoded[name] = chosen.decode({suffix: part.to(base.device) for suffix, part in parts.items()}, base)
         except (ValueError, RuntimeError) as error:
             raise ValueError(f"The tensor {name!r} cannot be decoded: {error}.") from error
     return decoded
@@ -206,7 +237,7 @@ def encoding_of(suffixes: Collection[str]) -> str:
     if "" in suffixes:
         return "values"
     for name in ENCODINGS:
-        if name in suffixes:
+        if name in suffixes or name + PACKED in suffixes:
             return name
     raise ValueError(
         f"its parts {', '.join(suffixes)} are of no known encoding ({', '.join(ENCODINGS)}). Was the file written by "

@@ -15,8 +15,17 @@ from typing import Any, BinaryIO
 import numpy as np
 import torch
 
-from peft_surgical.files.adapter import ERROR, SEPARATOR, as_plain, decode_tensors, encoding_of, entry_of, group_parts
-from peft_surgical.files.encodings import Shape, find_encoding
+from peft_surgical.files.adapter import (
+    ERROR,
+    SEPARATOR,
+    as_plain,
+    decode_tensors,
+    encoding_of,
+    entry_of,
+    group_parts,
+    part_specs,
+)
+from peft_surgical.files.encodings import Shape
 from peft_surgical.files.safetensors_io import HEADER, Header, TensorFile, checksum, naming, written_aside
 
 
@@ -71,25 +80,24 @@ def decoded_shapes(
             dtype = parts[""].dtype
             own = None if base is None else base.get(entry_of(name).name)
             is_free = base is None or dtype.is_floating_point
-            dtypes = {"": dtype if is_free else getattr(own, "dtype", torch.float32)}
-            needed: Mapping[str, Any] = {"": None}
+            needed: dict[str, Any] = {"": (dtype if is_free else getattr(own, "dtype", torch.float32), None)}
             decoded[name] = torch.Size(parts[""].shape)
         else:
-            dtypes = {**find_encoding(chosen).dtypes, ERROR: torch.float32}
-            needed = find_encoding(chosen).part_shapes(expected[name]) if name in expected else {}
+            needed = part_specs(parts, expected.get(name))
             decoded[name] = torch.Size(expected.get(name, ()))
+        known = {ERROR: (torch.float32, None), **needed} if chosen != "values" else needed
         for suffix in [*needed, *parts]:
             key = f"{name}{SEPARATOR}{suffix}" if suffix else name
             if suffix not in parts:
                 raise ValueError(f"{source} lacks the tensor {key!r}. Save the adapter again.")
-            if suffix not in dtypes:
+            if suffix not in known:
                 raise ValueError(f"{source} has a tensor {key!r}, which is no part of {chosen!r}. Save it again.")
-            if parts[suffix].dtype != dtypes[suffix]:
+            dtype, shape = known[suffix]
+            if parts[suffix].dtype != dtype:
                 raise ValueError(
                     f"{source}: the tensor {key!r} has the dtype {_name(parts[suffix].dtype)}, which must be "
-                    f"{_name(dtypes[suffix])}. Copy the file again, or save the adapter again."
+                    f"{_name(dtype)}. Copy the file again, or save the adapter again."
                 )
-            shape = needed.get(suffix)
             if shape is not None and tuple(parts[suffix].shape) != shape:
                 raise ValueError(
                     f"{source}: the tensor {key!r} has shape {tuple(parts[suffix].shape)}, this model needs {shape}. "

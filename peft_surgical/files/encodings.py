@@ -17,30 +17,30 @@ import zstandard
 
 Shape = Sequence[int]
 GROUP = 64  # entries of an int4 tensor that share a step size
-_HEADER = 20  # bytes before the packed ones of a lossless tensor
+LOSSLESS_HEADER = 20  # bytes before the packed ones of a lossless tensor
 
 
 class Encoding(ABC):
     """One way to write a trained tensor as a difference to the base's.
 
-    The suffixes of its parts begin with its name in `ENCODINGS` and appear in no other encoding.
+    It is called as its first part, and no suffix of a part appears in another encoding.
     """
 
     lossy = True
     dtypes: Mapping[str, torch.dtype]  # of its parts, by suffix
     entries_per_code = 1  # how many entries of the trained tensor one element of the first part stands for
 
-    @abstractmethod
     def part_shapes(self, shape: Shape) -> dict[str, tuple[int, ...] | None]:
-        """The shapes of the tensors in the file by the suffix of their names; None where the data decide."""
+        """The shapes of the parts by suffix; None where the data decide."""
+        return dict.fromkeys(self.dtypes)
 
     @abstractmethod
     def encode(self, trained: torch.Tensor, base: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Turn a trained tensor into the tensors in the file, by suffix."""
+        """Turn a trained tensor into its parts, by suffix."""
 
     @abstractmethod
     def decode(self, parts: Mapping[str, torch.Tensor], base: torch.Tensor) -> torch.Tensor:
-        """Turn the tensors in the file into the trained one: exactly, or rounded and in float32 or better."""
+        """Turn the parts into the trained tensor: exactly, or rounded and in float32 or better."""
 
 
 class Lossless(Encoding):
@@ -54,45 +54,63 @@ class Lossless(Encoding):
     dtypes = {"lossless": torch.uint8}
     lossy = False
 
-    def part_shapes(self, shape: Shape) -> dict[str, tuple[int, ...] | None]:
-        return {"lossless": None}
-
     def encode(self, trained: torch.Tensor, base: torch.Tensor) -> dict[str, torch.Tensor]:
         bits = _bits(trained)
         steps = _ordered(bits) - _ordered(_bits(base.to(trained.dtype)))
-        one, last = steps.dtype.type(1), steps.dtype.type(8 * steps.itemsize - 1)
-        zigzag = (steps << one) ^ (0 - (steps >> last))
-        planes = zigzag.view(np.uint8).reshape(-1, steps.itemsize).T
-        packed = zstandard.ZstdCompressor(level=3).compress(np.ascontiguousarray(planes).data)
+        zigzag = (steps << 1) ^ (steps >> (8 * steps.itemsize - 1))
         name = str(trained.dtype).removeprefix("torch.").encode().ljust(16)
-        header = name + zlib.crc32(bits.data).to_bytes(4, "little")
-        return {"lossless": torch.frombuffer(bytearray(header + packed), dtype=torch.uint8)}
+        header = bytearray(name + zlib.crc32(bits.data).to_bytes(4, "little"))
+        packed = pack(torch.from_numpy(zigzag))
+        return {"lossless": torch.cat([torch.frombuffer(header, dtype=torch.uint8), packed])}
 
     def decode(self, parts: Mapping[str, torch.Tensor], base: torch.Tensor) -> torch.Tensor:
-        data = parts["lossless"].cpu().numpy()
-        dtype = getattr(torch, bytes(data[:16]).decode("ascii", "replace").strip(), None)
+        data = parts["lossless"].cpu()
+        dtype = getattr(torch, bytes(data[:16].numpy()).decode("ascii", "replace").strip(), None)
         if not isinstance(dtype, torch.dtype):
             raise ValueError("its packed data are damaged (they begin with no dtype)")
-        crc = int.from_bytes(bytes(data[16:_HEADER]), "little")
-        size = base.numel() * dtype.itemsize
+        crc = int.from_bytes(bytes(data[16:LOSSLESS_HEADER].numpy()), "little")
         # of a copy, for memory that numpy has seen can no longer be resized, which FSDP1 does
         start = _ordered(_bits(base.to(dtype, copy=True)))
-        try:
-            packed = data[_HEADER:].tobytes()
-            if (found := zstandard.frame_content_size(packed)) != size:  # before memory is taken for it
-                raise ValueError(f"its packed data are damaged (they hold {found} bytes instead of {size})")
-            planes = np.frombuffer(zstandard.ZstdDecompressor().decompress(packed), np.uint8)
-        except zstandard.ZstdError as error:
-            raise ValueError(f"its packed data are damaged ({error})") from error
-        zigzag = np.ascontiguousarray(planes.reshape(start.itemsize, -1).T).view(start.dtype).reshape(-1)
-        one = start.dtype.type(1)
-        bits = _unordered(start + ((zigzag >> one) ^ (0 - (zigzag & one))))
+        zigzag = _bits(unpack(data[LOSSLESS_HEADER:], start.shape, dtype.to_real()))
+        bits = _ordered(start + ((zigzag >> 1).view(start.dtype) ^ -(zigzag & 1).view(start.dtype)))
         if zlib.crc32(bits.data) != crc:
-            raise ValueError(
-                f"the checksum is wrong, so this base ({str(base.dtype).removeprefix('torch.')} here) is not bit for "
-                "bit the one that the delta was encoded against. Load the base in the dtype that it had then"
-            )
+            raise ValueError(_OTHER_BASE.format(dtype=str(base.dtype).removeprefix("torch.")))
         return torch.from_numpy(bits.view(np.uint8)).view(dtype).reshape(base.shape).to(base.device)
+
+
+class Rows(Lossless):
+    """The rows that differ alone, as `Lossless` writes them, and which they are; restores every bit.
+
+    `rows` holds the number of all rows and a checksum of the whole tensor, 8 bytes each, and, packed, the first row
+    that differs (or 0) and how far each further one is from the one before.
+    """
+
+    dtypes = {"rows": torch.uint8, "rows_lossless": torch.uint8}
+
+    def encode(self, trained: torch.Tensor, base: torch.Tensor) -> dict[str, torch.Tensor]:
+        trained, base = trained.detach().cpu(), base.detach().cpu()
+        bits, before = (_bits(tensor).reshape(len(tensor), -1) for tensor in (trained, base.to(trained.dtype)))
+        differs = (bits != before).any(1)
+        differs[0] |= not differs.any()
+        rows = torch.from_numpy(np.flatnonzero(differs))
+        header = torch.tensor([len(bits), zlib.crc32(bits.data)]).view(torch.uint8)
+        index = torch.cat([header, pack(rows.diff(prepend=torch.tensor([0])))])
+        return {"rows": index, "rows_lossless": super().encode(_take(trained, rows), _take(base, rows))["lossless"]}
+
+    def decode(self, parts: Mapping[str, torch.Tensor], base: torch.Tensor) -> torch.Tensor:
+        index = parts["rows"].cpu()
+        count = unpacked_nbytes(index[16:]) // 8
+        rows = unpack(index[16:], (min(max(count, 1), len(base)),), torch.int64).cumsum(0)
+        total, crc = index[:16].clone().view(torch.int64).tolist()
+        is_within = bool(((rows >= 0) & (rows < len(base))).all())
+        if total != len(base) or not is_within or not bool((rows.diff() > 0).all()):
+            raise ValueError(f"its numbers of rows are damaged, or of another tensor than one of {len(base)} rows")
+        changed = super().decode({"lossless": parts["rows_lossless"]}, _take(base.cpu(), rows))
+        whole = base.to("cpu", changed.dtype, copy=True).contiguous()
+        whole.view(torch.uint8)[rows] = changed.view(torch.uint8)
+        if zlib.crc32(_bits(whole).data) != crc:
+            raise ValueError(_OTHER_BASE.format(dtype=str(base.dtype).removeprefix("torch.")))
+        return whole.to(base.device)
 
 
 class Bfloat16(Encoding):
@@ -179,31 +197,61 @@ class Sign(Encoding):
         return _add(base, torch.where(up.bool(), parts["sign_scale"], -parts["sign_scale"]))
 
 
-ENCODINGS: dict[str, Encoding] = {
-    "lossless": Lossless(),
-    "bf16": Bfloat16(),
-    "int8": Int8(),
-    "int4": Int4(),
-    "sign": Sign(),
-}
+_KINDS: Sequence[type[Encoding]] = (Lossless, Rows, Bfloat16, Int8, Int4, Sign)
+ENCODINGS: dict[str, Encoding] = {next(iter(kind.dtypes)): kind() for kind in _KINDS}
 
 
 def find_encoding(name: str) -> Encoding:
     """The encoding with a name."""
     if name not in ENCODINGS:
-        raise ValueError(f"encoding={name!r} is not known; allowed are {', '.join(['values', *ENCODINGS])}.")
+        raise ValueError(f"encoding={name!r} is not known; allowed are {', '.join(['values', 'auto', *ENCODINGS])}.")
     return ENCODINGS[name]
 
 
-def values_nbytes(encoding: str, codes: torch.Tensor) -> int:
-    """The size in bytes of an encoded tensor's plain values, in float32 if rounded; `codes` is its first part."""
-    chosen = find_encoding(encoding)
-    if chosen.lossy:
-        return codes.numel() * chosen.entries_per_code * 4
+def check_encoding(name: str, max_error: float) -> None:
+    """Check what a user asks for: an encoding, `"values"`, or `"auto"`, which alone has an error to keep to."""
+    if name not in ("values", "auto"):
+        find_encoding(name)
+    if not isinstance(max_error, (int, float)) or not 0 <= max_error < 1:
+        raise ValueError(f"max_error={max_error!r} must be a part of a tensor's difference to the base, from 0 to 1.")
+    if max_error and name != "auto":
+        raise ValueError(f"max_error={max_error} is for encoding='auto'; {name!r} has its own.")
+
+
+def pack(numbers: torch.Tensor) -> torch.Tensor:
+    """A tensor packed by zstd as bytes, the first ones of all entries first, then the second ones, and so on."""
+    planes = np.stack(
+        [*_bits(numbers).view(np.uint8).reshape(-1, numbers.itemsize).T]
+    )  # faster than a transposed copy
+    packed = zstandard.ZstdCompressor(level=3).compress(planes.data)
+    return torch.frombuffer(bytearray(packed), dtype=torch.uint8)
+
+
+def unpack(packed: torch.Tensor, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
+    """The tensor again, on the CPU."""
+    nbytes = math.prod(shape) * dtype.itemsize
+    if (found := unpacked_nbytes(packed)) != nbytes:  # before memory is taken for it
+        raise ValueError(f"its packed data are damaged (they hold {found} bytes instead of {nbytes})")
     try:
-        return zstandard.frame_content_size(codes[_HEADER : _HEADER + 32].numpy().tobytes())
+        planes = np.frombuffer(zstandard.ZstdDecompressor().decompress(packed.cpu().numpy().tobytes()), np.uint8)
     except zstandard.ZstdError as error:
         raise ValueError(f"its packed data are damaged ({error})") from error
+    whole = torch.from_numpy(np.stack([*planes.reshape(dtype.itemsize, -1)], axis=1))
+    return whole.reshape(-1).view(dtype).reshape(tuple(shape))
+
+
+def unpacked_nbytes(packed: torch.Tensor) -> int:
+    """How many bytes a tensor has that was packed."""
+    try:
+        return zstandard.frame_content_size(packed[:32].cpu().numpy().tobytes())
+    except zstandard.ZstdError as error:
+        raise ValueError(f"its packed data are damaged ({error})") from error
+
+
+_OTHER_BASE = (
+    "the checksum is wrong, so this base ({dtype} here) is not bit for bit the one that the delta was encoded "
+    "against. Load the base in the dtype that it had then"
+)
 
 
 def difference(trained: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
@@ -227,6 +275,11 @@ def _grouped(values: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.pad(flat, (0, -flat.numel() % GROUP)).reshape(-1, GROUP)
 
 
+def _take(tensor: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Rows of a tensor of any dtype; PyTorch before 2.7 has no index for some of them."""
+    return tensor.contiguous().view(torch.uint8)[rows].view(tensor.dtype)
+
+
 def _bit_places(device: torch.device) -> torch.Tensor:
     return torch.arange(8, dtype=torch.uint8, device=device)
 
@@ -239,11 +292,6 @@ def _bits(tensor: torch.Tensor) -> np.ndarray:
 
 
 def _ordered(bits: np.ndarray) -> np.ndarray:
-    """Bit patterns of floats as unsigned integers in the order of the numbers."""
-    top = bits.dtype.type(1 << (8 * bits.itemsize - 1))
-    return np.where(bits & top, ~bits, bits | top)
-
-
-def _unordered(ordered: np.ndarray) -> np.ndarray:
-    top = ordered.dtype.type(1 << (8 * ordered.itemsize - 1))
-    return np.where(ordered & top, ordered & ~top, ~ordered)
+    """Bit patterns of floats as integers in the order of the numbers; and those as bit patterns again."""
+    signed = bits.view(f"i{bits.itemsize}")
+    return signed ^ ((signed >> (8 * bits.itemsize - 1)) & np.iinfo(signed.dtype).max)

@@ -21,7 +21,7 @@ from typing_extensions import Self
 from peft_surgical.files.adapter import AdapterFile, group_parts, weights_file
 from peft_surgical.files.base import check_record
 from peft_surgical.files.check import add_header, checked, decoded_shapes
-from peft_surgical.files.encodings import find_encoding
+from peft_surgical.files.encodings import check_encoding
 from peft_surgical.files.safetensors_io import Header, TensorFile, download, written_aside
 from peft_surgical.methods.resolve import check_patterns
 from peft_surgical.names import PREFIX
@@ -49,8 +49,11 @@ class DeltaConfig(PeftConfig):
         base: What the base model is like, see `describe_base`. Set when the adapter is made; saved in the header of
             the file of tensors.
         saved: What tells that the two files of an adapter were saved together. Set when it is saved.
-        encoding: How trained values are written: `"values"`, or as differences to the base `"lossless"`, `"bf16"`,
-            `"int8"`, `"int4"` or `"sign"`. May be set at any time before saving; loading reads it from the file.
+        encoding: How trained values are written: `"values"`, or as differences to the base `"lossless"`, `"rows"`
+            (those that changed), `"bf16"`, `"int8"`, `"int4"` or `"sign"`; `"auto"` takes for each tensor the smallest
+            that keeps `max_error`. May be set at any time before saving; loading reads it from the file.
+        max_error: With `"auto"`, the most that a tensor may be off: the norm of the error over the norm of the
+            difference to the base (L2). 0 restores every bit.
         check_base: Whether loading the adapter onto another base model than the one it was trained on is an error.
         key_mapping: For a base whose modules have been renamed since the adapter was saved: patterns in the names of
             the saved tensors and what to put in their place, as in PEFT's `load_adapter`. Only for loading.
@@ -58,13 +61,15 @@ class DeltaConfig(PeftConfig):
         library: The package that has the method. Set by itself, for who opens the file.
 
     Raises:
-        ValueError: An unknown encoding, or a file that a later version of this package has written.
+        ValueError: An unknown encoding, an error that cannot be, or a file that a later version of this package has
+            written.
     """
 
     labels: dict | None = None
     base: dict | None = None
     saved: str | None = None
     encoding: str = "values"
+    max_error: float = 0.0
     check_base: bool = True
     key_mapping: dict[str, str] | None = None
     format_version: int = FORMAT_VERSION
@@ -72,8 +77,7 @@ class DeltaConfig(PeftConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.encoding != "values":
-            find_encoding(self.encoding)
+        check_encoding(self.encoding, self.max_error)
         if not isinstance(self.format_version, int) or self.format_version > FORMAT_VERSION:
             raise ValueError(
                 f"The adapter has format_version={self.format_version!r}: it was written by a later version of "

@@ -24,6 +24,7 @@ from peft_surgical.files.check import (
     read_state,
     sharded,
 )
+from peft_surgical.files.encodings import check_encoding
 from peft_surgical.files.safetensors_io import TensorFile
 from peft_surgical.layers import unwrap
 from peft_surgical.methods.heads import TRAINED_TOKENS, check_own, embedding_tensors, head_shapes, trained_rows
@@ -129,7 +130,7 @@ class SavedState(BaseTuner):
             return {name: state_dict[name] for name in live if not is_of_peft(name)}
         check_gathered(present, expected, source=f"The state of adapter {adapter_name!r}")
         check_tensors(shapes, expected, source=f"The state of adapter {adapter_name!r}")
-        return encode_state(model, adapter_name, found, config.encoding, state_dict)
+        return encode_state(model, adapter_name, found, config, state_dict)
 
     @classmethod
     def _remove_adapter_name_from_key(cls, key: str, adapter_name: str) -> str:
@@ -203,17 +204,18 @@ def encode_state(
     model: nn.Module,
     adapter_name: str,
     state: Mapping[str, torch.Tensor],
-    encoding: str,
+    config: Any,
     model_state: Mapping[str, torch.Tensor],
 ) -> dict[str, torch.Tensor]:
     """Encode the tensors of an adapter that are copies of the base's own; others pass through.
 
     `model_state` has the whole tensors of the base where a sharded model has none.
     """
-    bases = dict(_bases(model, adapter_name, model_state)) if encoding != "values" else {}
+    check_encoding(config.encoding, config.max_error)  # they may have been set since
+    bases = dict(_bases(model, adapter_name, model_state)) if config.encoding != "values" else {}
     encoded: dict[str, torch.Tensor] = {}
     for name, tensor in state.items():
-        encoded.update(encode_tensor(name, tensor, bases[name], encoding) if name in bases else {name: tensor})
+        encoded.update(encode_tensor(name, tensor, bases.get(name), config.encoding, config.max_error))
     return encoded
 
 

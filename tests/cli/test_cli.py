@@ -163,7 +163,7 @@ def test_help_texts_list_the_values_that_there_are(run):
     assert listed(words, "becomes one number: ", ".") == set(AGGREGATIONS)
     assert listed(words, "What the layers are ranked by: ", ", or another") <= set(SCORES)
     words = flat(run("convert", "--help").replace("│", " "))
-    assert listed(words, "How tensors are written: ", ".") == {"values", *ENCODINGS}
+    assert listed(words, "How tensors are written: ", ".") == {"values", "auto", *ENCODINGS}
 
 
 def say_whether_the_process_group_ends(arguments: list[str]) -> None:
