@@ -181,7 +181,7 @@ def show_start(console: Console, run: TrainingRun) -> None:
         ("Choose on", f"{len(parts.selection):,} rows: {parts.selection_name}" if parts.selection else "nothing"),
         ("Measure on", f"{len(parts.evaluation):,} rows: {parts.evaluation_name}"),
         *([("Most are", describe_majority(run.majority))] if run.majority else []),
-        ("Method", f"{job.method}, {METHODS[job.method].about}; learning rate {job.peak_learning_rate:g}"),
+        ("Method", f"{job.method}, {METHODS[job.method].about}; learning rate {job.learning_rate_for(task.kind):g}"),
     ]
     show_table(console, rows)
     if parts.optimistic:

@@ -34,7 +34,11 @@ _MODEL, _DATA, _METHOD, _RANKING, _CHOICE, _TRAINING = (
 )
 _RUN = partial(Option, panel="The run")
 _METHODS = "; ".join(f"{name}: {method.about}" for name, method in METHODS.items())
-_RATES = ", ".join(f"{name} {method.learning_rate:g}" for name, method in METHODS.items())
+_RATES = ", ".join(
+    f"{name} {method.learning_rate:g}"
+    + (f" (language models {method.language_rate:g})" if method.language_rate is not None else "")
+    for name, method in METHODS.items()
+)
 _LANGUAGE = partial(Option, panel="Language models", kinds=(CAUSAL_LM,))
 _LABELLED = (*METRICS,)[:2]
 _METRICS = "; ".join(", ".join(names) for names in METRICS.values())
@@ -52,7 +56,7 @@ class TrainingJob:
     Example:
 
         >>> job = TrainingJob(model="m", data="d", output="o", method="last", top_k=3)
-        >>> job.peak_learning_rate
+        >>> job.learning_rate_for("classification")
         5e-05
     """
 
@@ -217,10 +221,11 @@ class TrainingJob:
             check_value("metric", self.metric, Option("", choices=[*sum(of_task, ()), "loss"]))
         check_together(self)
 
-    @property
-    def peak_learning_rate(self) -> float:
-        """The learning rate given, else the method's own."""
-        return self.learning_rate if self.learning_rate is not None else METHODS[self.method].learning_rate
+    def learning_rate_for(self, kind: str) -> float:
+        """The peak learning rate: the one given, else the method's own for a kind of task."""
+        method = METHODS[self.method]
+        own = method.language_rate if kind == CAUSAL_LM else None
+        return next(rate for rate in (self.learning_rate, own, method.learning_rate) if rate is not None)
 
     @property
     def method_options(self) -> dict[str, Any]:

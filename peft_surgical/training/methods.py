@@ -31,10 +31,11 @@ class Method:
         configure: Takes a model, the options, the ranking if there is one, and what all configs say alike; returns
             PEFT's config, or None where all weights are trained.
         about: What is trained, in a few words.
-        learning_rate: The default learning rate.
+        learning_rate: The default learning rate, as our evidence chose it (docs/results.md).
         options: The fields of `TrainingJob` that only some methods understand, and this one does.
         ranks: Tells from the options whether the layers are chosen by a ranking.
         check: Takes the options, and the model once it is loaded; raises a `ValueError` if they do not go together.
+        language_rate: The default learning rate for language models, where it is another.
     """
 
     configure: Callable[[nn.Module, Options, LayerRanking | None, Shared], PeftConfig | None]
@@ -43,6 +44,7 @@ class Method:
     options: frozenset[str] = frozenset()
     ranks: Callable[[Options], bool] = lambda options: False
     check: Callable[[Options, nn.Module | None], None] = lambda options, model: None
+    language_rate: float | None = None
 
 
 def adapt(
@@ -238,7 +240,6 @@ OF_A_RANKING = {"samples", "fisher_labels", "aggregation", "head_seeds"}
 _LORA = {"lora_r", "lora_alpha", "lora_dropout"}
 
 METHODS: dict[str, Method] = {
-    # learning rate: Lodha et al. (2023), appendix A.1
     "surgical": Method(
         configure_surgical,
         "all weights of some layers",
@@ -254,19 +255,16 @@ METHODS: dict[str, Method] = {
         frozenset({"top_k", "stack", "dequantize"}),
         check=check_layers,
     ),
-    # Arora and Wang (2024), section 5
-    "full": Method(lambda *given: None, "all weights", 2e-5),
-    "head": Method(configure_head, "the task's head alone", 1e-3),
-    # learning rate: Arora and Wang (2024), appendix A.2
+    "full": Method(lambda *given: None, "all weights", 5e-5, language_rate=1e-5),
+    "head": Method(configure_head, "the task's head alone", 3e-4),
     "spafit": Method(
         configure_spafit,
         "lower layers frozen, bias terms in the middle, LoRA above",
-        6e-5,
+        2e-4,
         frozenset({"preset", "n1", "n2", "group_2", "target_modules", "ranking", *_LORA}),
         ranks=lambda options: options["ranking"] is not None,
         check=check_spafit,
     ),
-    # Hu et al. (2022), table 9
-    "lora": Method(configure_lora, "LoRA", 4e-4, frozenset(_LORA)),
+    "lora": Method(configure_lora, "LoRA", 3e-4, frozenset(_LORA)),
 }
 """All methods by name. To add one: a function that makes PEFT's config, and a line here."""

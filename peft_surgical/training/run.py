@@ -181,7 +181,7 @@ class TrainingRun:
     def make_trainer(self, metric: str | None = None) -> Trainer:
         """The Trainer of the adapted model, which chooses its best checkpoint by a metric if there is one."""
         prepared = self.prepared
-        arguments = training_arguments(self.job, self.model, metric)
+        arguments = training_arguments(self.job, self.model, metric, prepared.task.kind)
         callbacks = [*self.callbacks, LossOfEpochs()]
         if metric is not None and self.job.early_stopping is not None:
             callbacks.append(EarlyStoppingCallback(self.job.early_stopping))
@@ -236,7 +236,7 @@ def train(job: TrainingJob, *, resume: bool = False, overwrite: bool = False) ->
     return run.finish()
 
 
-def training_arguments(job: TrainingJob, model: nn.Module, metric: str | None) -> dict[str, Any]:
+def training_arguments(job: TrainingJob, model: nn.Module, metric: str | None, kind: str) -> dict[str, Any]:
     """The arguments of the Trainer that trains `model`; without a metric the last checkpoint is taken."""
     more = shared_arguments(job)
     if metric is not None:
@@ -258,7 +258,7 @@ def training_arguments(job: TrainingJob, model: nn.Module, metric: str | None) -
         "num_train_epochs": job.epochs,
         "max_steps": job.max_steps,
         "gradient_accumulation_steps": job.gradient_accumulation,
-        "learning_rate": job.peak_learning_rate,
+        "learning_rate": job.learning_rate_for(kind),
         "weight_decay": job.weight_decay,
         "max_grad_norm": job.max_grad_norm,
         "save_strategy": "epoch",

@@ -68,7 +68,8 @@ def test_help_names_the_commands_and_their_defaults(run):
     for command in ("rank", "train", "evaluate", "demo"):
         assert command in words
     words = flat(run("train", "--help").replace("│", " "))
-    assert "Default by method: surgical 5e-05, last 5e-05, full 2e-05, head 0.001, spafit 6e-05, lora 0.0004" in words
+    rates = "surgical 5e-05, last 5e-05, full 5e-05 (language models 1e-05), head 0.0003, spafit 0.0002, lora 0.0003"
+    assert f"Default by method: {rates}" in words
     for option, default in (
         ("--epochs", "10"),
         ("--batch-size", "16"),

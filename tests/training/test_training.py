@@ -60,6 +60,20 @@ RANKED = {"method": "surgical", "score": "fisher", "samples": 20}
 
 
 @pytest.mark.parametrize(
+    ("method", "kind", "given", "rate"),
+    [
+        ("full", "classification", None, 5e-5),
+        ("full", "causal-lm", None, 1e-5),
+        ("full", "causal-lm", 3e-5, 3e-5),
+        ("lora", "causal-lm", None, 3e-4),
+    ],
+)
+def test_the_learning_rate_is_the_one_given_or_that_of_the_evidence(method, kind, given, rate):
+    job = TrainingJob(model="m", data="d", output="o", method=method, learning_rate=given)
+    assert job.learning_rate_for(kind) == rate
+
+
+@pytest.mark.parametrize(
     ("options", "layers"),
     [
         ({**RANKED, "top_k": 2}, None),
