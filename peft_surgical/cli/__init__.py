@@ -44,6 +44,7 @@ for name, command in {
     "merge": as_command(checkpoints.merge),
     "convert": as_command(adapters.convert),
     "export-lora": as_command(adapters.export),
+    "serve-vllm": as_command(adapters.serve_vllm),
     "demo": as_command(demo.demo),
 }.items():
     app.command(name)(command)

@@ -93,7 +93,7 @@ class AdapterEngine(WeightTransferEngine[NoInitInfo, AdapterUpdate]):
             if update_info.adapter is not None:
                 changes = self._decode(update_info.adapter)
         except Exception as error:  # whatever it is, the other workers must hear of it
-            problem = f"{type(error).__name__}: {error}"
+            problem = str(error) if isinstance(error, ValueError) else repr(error)
         if problem := next(filter(None, _told_to_all(problem)), None):
             raise ValueError(f"{problem} {UNCHANGED}")
         before, self._changed = self._changed, set(self._base)  # all, should loading fail
