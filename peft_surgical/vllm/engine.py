@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -59,15 +58,12 @@ class AdapterEngine(WeightTransferEngine[NoInitInfo, AdapterUpdate]):
         super().__init__(config, vllm_config, device, model)
         if vllm_config.lora_config is not None:
             raise ValueError("The engine merges adapters into the weights, which --enable-lora wraps. Leave it out.")
+        self._base = Checkpoint(self.model_config.model)
         self._changed: set[str] = set()  # the tensors of the checkpoint that are not the base's own now
         self._checked: dict[str, Any] = {}  # by folder, what was checked, which takes longer than to decode
         # of every module that an update leaves alone vLLM warns that it was not loaded
         reload_logger = logging.getLogger(initialize_layerwise_reload.__module__)
         reload_logger.addFilter(lambda record: "Failed to load weights" not in record.msg)
-
-    @cached_property
-    def _base(self) -> Checkpoint:
-        return Checkpoint(self.model_config.model)
 
     def init_transfer_engine(self, init_info: NoInitInfo) -> None:
         """Nothing to do."""
