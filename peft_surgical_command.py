@@ -1,9 +1,8 @@
-"""The ways into the package from outside: the console script `peft-surgical`, and vLLM's plugin.
+"""The console script `peft-surgical`.
 
 Python runs a package's `__init__` before any of its modules. That of peft_surgical registers its methods with PEFT,
-and so loads PyTorch, for seconds; help and completions need none of that, nor does a vLLM server without tasks. This
-module, which has to lie beside the package, puts the `__init__` off until a command runs; see
-`peft_surgical.cli.common`.
+and so loads PyTorch, for seconds; help and completions need none of that. This module, which has to lie beside the
+package, puts the `__init__` off until a command runs; see `peft_surgical.cli.common`.
 """
 
 import importlib.util
@@ -18,13 +17,3 @@ def main() -> None:
     from peft_surgical.cli import app
 
     app()
-
-
-def register_vllm_engine() -> None:
-    """Tell vLLM of the engine in `peft_surgical.vllm`; each of its processes calls this, maybe more than once."""
-    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
-
-    try:
-        WeightTransferEngineFactory.register_engine("peft_surgical", "peft_surgical.vllm.engine", "AdapterEngine")
-    except ValueError:  # it is registered
-        pass

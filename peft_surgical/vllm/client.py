@@ -10,11 +10,7 @@ from typing import Any
 
 import httpx
 
-from peft_surgical.vllm import UNCHANGED
 
-
-_TASK, _BASE, _CHANGING = "task:", "base", "changing to "
-_UNTOUCHED = "default"  # what vLLM says before anyone has told it of a version
 NO_REUSE = httpx.Limits(max_connections=None, max_keepalive_connections=0)
 """vLLM drops the connection of a call that failed, just when the next one is using it."""
 
@@ -22,9 +18,9 @@ NO_REUSE = httpx.Limits(max_connections=None, max_keepalive_connections=0)
 class ServedTasks:
     """The tasks that one vLLM server can serve, one at a time.
 
-    The server runs with the engine of this package and its control endpoints; `docs/vllm.md` has the line. What it
-    serves is kept in the server itself, as the version of its weights, so that a client that was killed leaves
-    nothing behind that the next does not see.
+    The server runs with the extension of this package and its control endpoints; `docs/vllm.md` has the line. What is
+    served is asked of its workers, so any number of clients may switch it, and one that is killed leaves nothing that
+    the next does not put right.
 
     Args:
         server: The server's address.
@@ -53,18 +49,16 @@ class ServedTasks:
         return self._ask("GET", "/v1/models")["data"][0]["id"]
 
     def current(self) -> str | None:
-        """The task that is served; None for the base.
+        """The task that is served; None for the base. One of another folder is told by its path.
 
         Raises:
-            RuntimeError: The server does not answer, or a switch was broken off; it answers nobody until the next.
+            RuntimeError: The server does not answer, or a switch has failed half-way; then it waits for the next.
         """
-        version = self._version()
-        if version.startswith(_CHANGING):
-            raise RuntimeError(f"{self.server} was {version!r} when that was broken off. Switch to a task again.")
-        return version.removeprefix(_TASK) if version.startswith(_TASK) else None
+        folder = self._served(self._call("served_adapter"))
+        return folder if folder is None or Path(folder).parent != self.folder else Path(folder).name
 
     def switch(self, task: str | None) -> None:
-        """Serve another task, or (None) the base. Requests that run are answered before, others wait.
+        """Serve another task, or (None) the base. Requests that run are answered before.
 
         Args:
             task: Its name.
@@ -75,47 +69,34 @@ class ServedTasks:
         """
         if task is not None and task not in self.tasks():
             raise ValueError(f"There is no task {task!r} in {self.folder}; there are {self.tasks()}.")
-        wanted = _BASE if task is None else _TASK + task
+        folder = None if task is None else str(self.folder / task)
         with self._lock:
-            before = self._version()
-            if before != wanted:
+            wanted = {"folder": folder, "is_whole": True}
+            is_paused = self._ask("GET", "/is_paused")["is_paused"]  # by a client that was killed
+            if is_paused or any(worker != wanted for worker in self._call("served_adapter")):
                 self._ask("POST", "/pause", mode="wait")
-                self._ask("POST", "/update_weight_version", {"new_version": _CHANGING + wanted})
-                try:
-                    self._update(None if task is None else str(self.folder / task))
-                except RuntimeError as error:
-                    if UNCHANGED in str(error) and not before.startswith(_CHANGING):
-                        self._ask("POST", "/update_weight_version", {"new_version": before})
-                        self._ask("POST", "/resume")
-                        raise ValueError(f"The task {task!r} cannot be served: {error}") from error
-                    raise
+                told = self._call("serve_adapter", folder=folder)
+                self._served(told)  # else it stays paused
                 self._ask("POST", "/reset_prefix_cache")
-                self._ask("POST", "/finish_weight_update", {"weight_version": wanted})
-            self._ask("POST", "/resume")  # also if a client was killed just before it
+                self._ask("POST", "/resume")
+                if told[0]["problem"]:
+                    raise ValueError(f"The task {task!r} cannot be served: {told[0]['problem']}")
 
-    def _version(self) -> str:
-        version = self._ask("GET", "/weight_info")["weight_version"]
-        return _BASE if version == _UNTOUCHED else version
+    def _served(self, told: list[dict[str, Any]]) -> str | None:
+        folders = {worker["folder"] for worker in told}
+        if len(folders) > 1 or not all(worker["is_whole"] for worker in told):
+            why = next((worker["problem"] for worker in told if worker.get("problem")), "it was broken off")
+            raise RuntimeError(f"{self.server} serves no task as a whole ({why}). Switch it to one again.")
+        return folders.pop()
 
-    def _update(self, adapter: str | None) -> None:
-        try:
-            self._ask("POST", "/start_weight_update")
-        except RuntimeError as error:
-            if "already active" not in str(error):
-                raise
-            self._ask("POST", "/finish_weight_update", {})  # one that was killed has begun another
-            self._ask("POST", "/start_weight_update")
-        self._ask("POST", "/update_weights", {"update_info": {"adapter": adapter}})
+    def _call(self, method: str, **arguments: Any) -> list[dict[str, Any]]:
+        return self._ask("POST", "/collective_rpc", {"method": method, "kwargs": arguments})["results"]
 
     def _ask(self, method: str, path: str, body: Any = None, **query: str) -> Any:
         try:
             answer = self._http.request(method, path, json=body, params=query)
-            data = answer.json()
+            if answer.is_success:
+                return answer.json()
         except (httpx.HTTPError, json.JSONDecodeError) as error:
             raise RuntimeError(f"{self.server}{path} gave no answer ({error!r}).") from error
-        if answer.is_success:
-            return data
-        said = data.get("error", data)
-        text = str(said.get("message", said) if isinstance(said, dict) else said)
-        text = text.partition("Worker failed with error '")[2] or text  # what vLLM puts around an engine's own words
-        raise RuntimeError(f"{text.partition(UNCHANGED)[0]}{UNCHANGED if UNCHANGED in text else ''}")
+        raise RuntimeError(f"{self.server}{path} answered {answer.status_code}: {answer.text[:500]}")

@@ -12,9 +12,7 @@ from typing import Any
 
 import uvicorn
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, StreamingResponse
-
-from peft_surgical.vllm import UNCHANGED
+from fastapi.responses import StreamingResponse
 
 
 @contextmanager
@@ -35,7 +33,7 @@ def running(app: FastAPI) -> Iterator[str]:
 
 
 class FakeServer:
-    """Its state, and what was asked of it. A task whose name begins with "damaged" cannot be decoded."""
+    """Its state, and what was asked of it. The task "damaged" cannot be decoded."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -44,21 +42,19 @@ class FakeServer:
         for path, method in {
             "/pause": self.pause,
             "/resume": self.resume,
-            "/start_weight_update": self.start,
-            "/update_weights": self.update,
-            "/finish_weight_update": self.finish,
-            "/update_weight_version": self.set_version,
+            "/collective_rpc": self.call,
             "/reset_prefix_cache": self.reset_cache,
             "/v1/completions": self.complete,
         }.items():
             self.app.add_api_route(path, method, methods=["POST"], response_model=None)
-        self.app.add_api_route("/weight_info", lambda: {"weight_version": self.version})
+        self.app.add_api_route("/is_paused", lambda: {"is_paused": self.paused})
         self.app.add_api_route("/v1/models", lambda: {"data": [{"id": "served-base"}]})
 
     def restart(self) -> None:
         """As it is after a start."""
-        self.version, self.weights, self.cached = "default", "base", "base"
-        self.paused = self.active = False
+        self.folder: str | None = None
+        self.weights = self.cached = "base"
+        self.is_whole, self.paused = True, False
         self.running = 0
 
     async def pause(self, mode: str) -> dict:
@@ -73,36 +69,26 @@ class FakeServer:
         self.paused = False
         return {}
 
-    async def start(self) -> Any:
-        if self.active:
-            return failure("start_weight_update called while a weight update is already active.")
-        self.active = True
-        return {}
+    async def call(self, request: Request) -> dict:
+        body = await request.json()
+        problem = None
+        if body["method"] == "serve_adapter":
+            problem = self.serve(body["kwargs"]["folder"])
+        told = {"folder": self.folder, "is_whole": self.is_whole}
+        return {"results": [told | {"problem": problem} if body["method"] == "serve_adapter" else told] * 2}
 
-    async def update(self, request: Request) -> Any:
-        folder = (await request.json())["update_info"]["adapter"]
-        assert self.active
+    def serve(self, folder: str | None) -> str | None:
         assert self.paused
         assert not self.running, "weights change under a request"
-        if folder is not None and Path(folder).name.startswith("damaged"):
-            self.active = False
-            return failure(f"its checksum is wrong. {UNCHANGED}")
-        if folder is not None and Path(folder).name.startswith("half"):
-            self.active, self.weights = False, "a mixture"
-            return failure("out of memory")
-        self.weights = "base" if folder is None else Path(folder).name
-        self.calls.append(f"update {self.weights}")
-        return {}
-
-    async def finish(self, request: Request) -> dict:
-        assert self.active
-        self.active = False
-        self.version = (await request.json()).get("weight_version", self.version)
-        return {}
-
-    async def set_version(self, request: Request) -> dict:
-        self.version = (await request.json())["new_version"]
-        return {}
+        name = "base" if folder is None else Path(folder).name
+        if name == "damaged":
+            return "its checksum is wrong"
+        if name == "half":
+            self.weights, self.is_whole = "a mixture", False
+            return "out of memory"
+        self.folder, self.weights, self.is_whole = folder, name, True
+        self.calls.append(f"serve {name}")
+        return None
 
     async def reset_cache(self) -> dict:
         self.cached = self.weights
@@ -130,8 +116,3 @@ class FakeServer:
                 await asyncio.sleep(0.01)
         finally:
             self.running = max(0, self.running - 1)
-
-
-def failure(message: str) -> JSONResponse:
-    wrapped = f"Call to collective_rpc method failed: Worker failed with error '{message}', please check the stack"
-    return JSONResponse({"error": {"message": wrapped, "code": 500}}, 500)

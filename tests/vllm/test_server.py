@@ -1,4 +1,4 @@
-"""The engine in a real vLLM server on the CPU: answers of each task, what is refused, and what breaks off.
+"""Tasks in a real vLLM server on the CPU: answers of each task, what is refused, and what breaks off.
 
 The oracle is vLLM itself with the merged checkpoint of each task. vLLM is no dependency, and its versions of other
 packages are its own, so these tests run in an environment of their own: see README.md.
@@ -117,11 +117,11 @@ def environment(**more: str) -> dict[str, str]:
 
 @contextmanager
 def serving(folder: Path, *options: str, **env: str) -> Iterator[tuple[subprocess.Popen, str]]:
-    """A server with the engine, as `docs/vllm.md` says; gives its process and its address."""
+    """A server with the extension, as `docs/vllm.md` says; gives its process and its address."""
     port = str(random.Random(os.getpid()).randrange(20_000, 30_000) + len(list(folder.parent.iterdir())))
-    config = '--weight-transfer-config={"backend": "peft_surgical"}'
+    extension = "--worker-extension-cls=peft_surgical.vllm.worker.TaskWorker"
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", f"--model={folder / 'base'}"]
-    command += [f"--port={port}", "--host=127.0.0.1", config, *OPTIONS, *options]
+    command += [f"--port={port}", "--host=127.0.0.1", extension, *OPTIONS, *options]
     with open(folder / "server.log", "w") as log:
         process = subprocess.Popen(
             command, stdout=log, stderr=log, env=environment(**env), cwd=folder, start_new_session=True
@@ -222,9 +222,7 @@ def test_what_is_refused_leaves_the_task_before(served, tmp_path):
     client = ServedTasks(served.address, tmp_path / "tasks")
     problems = {"damaged": "damaged", "stranger": "another base model", "cut": "cannot be read|Copy it again"}
     for task, problem in problems.items():
-        with pytest.raises(
-            ValueError, match=f"(?s)'{task}' cannot be served: .*({problem}).*The task before is still"
-        ):
+        with pytest.raises(ValueError, match=f"(?s)'{task}' cannot be served: .*({problem})"):
             client.switch(task)
         assert ask(served.address) == served.wanted["task3"]
     assert served.client.current() == "task3"
@@ -244,14 +242,14 @@ class Killed(BaseException):
     pass
 
 
-@pytest.mark.parametrize("after", ["/pause", "/start_weight_update", "/update_weights", "/finish_weight_update"])
+@pytest.mark.parametrize("after", ["/pause", "/collective_rpc", "/reset_prefix_cache"])
 def test_after_a_client_that_was_killed_the_next_one_goes_on(served, after, monkeypatch):
     client, whole = served.client, ServedTasks._ask
     client.switch("task5")
 
     def ask_until_killed(self, method, path, *arguments, **query):
         answer = whole(self, method, path, *arguments, **query)
-        if path == after:
+        if path == after and "served_adapter" not in str(arguments):
             raise Killed
         return answer
 
@@ -259,7 +257,7 @@ def test_after_a_client_that_was_killed_the_next_one_goes_on(served, after, monk
         patch.setattr(ServedTasks, "_ask", ask_until_killed)
         with pytest.raises(Killed):
             client.switch("task6")
-    for task in ("task5", "task6"):
+    for task in ("task6", "task5"):
         served.client.switch(task)
         assert ask(served.address) == served.wanted[task]
 
@@ -306,7 +304,7 @@ def test_a_server_that_is_told_to_end_in_a_switch_ends(served):
     assert stop(served.process), "processes of the server were left"
     thread.join(60)
     assert not thread.is_alive()
-    assert "gave no answer" in str(broken[0])
+    assert served.address in str(broken[0])
     assert served.process.returncode in (0, -signal.SIGTERM, 128 + signal.SIGTERM)
 
 

@@ -1,25 +1,25 @@
-"""The engine in vLLM's workers: from an adapter's folder to tensors in the place of the base's.
+"""What vLLM's workers do: from an adapter's folder to tensors in the place of the base's.
 
 What goes to vLLM are tensors of the merged checkpoint under its own names, so that fused and sharded weights are the
-business of vLLM's loaders. A STRATIFIED adapter is merged too, its LoRA with its copies: vLLM's own LoRA would need
-kernels and memory for it in every batch, knows neither all of its options nor copies, and would have to change at the
-same instant as the patches.
+business of vLLM's loaders. A STRATIFIED adapter is merged too, its LoRA with its copies: vLLM's own LoRA would compute
+in every batch, knows neither all of its options nor copies, and would have to change at the same instant as these.
+
+This is no engine of vLLM's `WeightTransferEngineFactory`, though it does what those do. Such an engine can refuse an
+update by an error alone, after which vLLM 0.32 with several workers takes the answers of the others for those to
+its next call, and dies. And a client that is killed between `start_weight_update` and `finish_weight_update` leaves a
+state that no later one can tell from another without such an error. Here one call does all and returns what is wrong.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
-from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
+from vllm.config import set_current_vllm_config
 from vllm.distributed.parallel_state import get_world_group
-from vllm.distributed.weight_transfer.base import (
-    WeightTransferEngine,
-    WeightTransferInitInfo,
-    WeightTransferUpdateInfo,
-)
 from vllm.model_executor.model_loader.checkpoint_weight_patch import (
     CheckpointWeightPatch,
     load_checkpoint_weight_patches,
@@ -29,74 +29,78 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from peft_surgical.convert.merge import merged_changes
 from peft_surgical.files.checkpoint import Checkpoint
 from peft_surgical.methods.config import open_adapter
-from peft_surgical.vllm import UNCHANGED
 
 
-@dataclass
-class NoInitInfo(WeightTransferInitInfo):
-    """The engine needs no connection to anything."""
+class TaskWorker:
+    """A part of each of vLLM's workers: `--worker-extension-cls peft_surgical.vllm.worker.TaskWorker`."""
+
+    model_runner: Any
+    vllm_config: Any
+
+    def serve_adapter(self, folder: str | None = None) -> dict[str, Any]:
+        """Serve a saved adapter, or (None) the base, while nothing runs; gives `served_adapter`, and any problem."""
+        problem = None
+        try:
+            with set_current_vllm_config(self.vllm_config):
+                self._weights.change_to(folder)
+        except Exception as error:  # never raised: see above
+            problem = str(error) if isinstance(error, ValueError) else repr(error)
+        return {**self.served_adapter(), "problem": problem}
+
+    def served_adapter(self) -> dict[str, Any]:
+        """The folder of the adapter that is served, None for the base, and whether all of it is there."""
+        return {"folder": self._weights.folder, "is_whole": self._weights.is_whole}
+
+    @cached_property
+    def _weights(self) -> ServedWeights:
+        return ServedWeights(self.model_runner.get_model(), self.vllm_config)
 
 
-@dataclass
-class AdapterUpdate(WeightTransferUpdateInfo):
-    """Which task to serve."""
+class ServedWeights:
+    """The weights of one worker: those of the base, with one adapter's tensors in the place of some."""
 
-    adapter: str | None  # a folder that each worker can read; None for the base
-
-
-class AdapterEngine(WeightTransferEngine[NoInitInfo, AdapterUpdate]):
-    """Serves the base of a server with one adapter at a time in it.
-
-    An update is decoded and checked on all workers before any of them changes a tensor.
-    """
-
-    init_info_cls = NoInitInfo
-    update_info_cls = AdapterUpdate
-    supports_draft_weight_update = False
-
-    def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module):
-        super().__init__(config, vllm_config, device, model)
-        if vllm_config.lora_config is not None:
-            raise ValueError("The engine merges adapters into the weights, which --enable-lora wraps. Leave it out.")
-        self._base = Checkpoint(self.model_config.model)
+    def __init__(self, model: Any, vllm_config: Any):
+        self.folder: str | None = None
+        self.is_whole = True
+        self._model, self._config, self._has_lora = (
+            model,
+            vllm_config.model_config,
+            vllm_config.lora_config is not None,
+        )
         self._changed: set[str] = set()  # the tensors of the checkpoint that are not the base's own now
         self._checked: dict[str, Any] = {}  # by folder, what was checked, which takes longer than to decode
         # of every module that an update leaves alone vLLM warns that it was not loaded
         reload_logger = logging.getLogger(initialize_layerwise_reload.__module__)
         reload_logger.addFilter(lambda record: "Failed to load weights" not in record.msg)
 
-    def init_transfer_engine(self, init_info: NoInitInfo) -> None:
-        """Nothing to do."""
+    @cached_property
+    def _base(self) -> Checkpoint:
+        return Checkpoint(self._config.model)
 
-    def start_weight_update(self) -> None:
-        """Nothing to do: an update is one call."""
-
-    def finish_weight_update(self) -> None:
-        """Nothing to do: an update is one call."""
-
-    def shutdown(self) -> None:
-        """Nothing to do."""
-
-    def receive_weights(self, update_info: AdapterUpdate) -> None:
+    def change_to(self, folder: str | None) -> None:
         """Put an adapter's tensors into the model, and the base's in the place of those of the adapter before.
 
         Raises:
-            ValueError: The adapter cannot be decoded on some worker, or is for another base; nothing was changed.
+            ValueError: The adapter cannot be decoded on some worker, or is for another base; no worker has changed
+                anything.
         """
         changes: dict[str, torch.Tensor] = {}
         problem = None
         try:
-            if update_info.adapter is not None:
-                changes = self._decode(update_info.adapter)
+            if folder is not None:
+                changes = self._decode(folder)
         except Exception as error:  # whatever it is, the other workers must hear of it
             problem = str(error) if isinstance(error, ValueError) else repr(error)
         if problem := next(filter(None, _told_to_all(problem)), None):
-            raise ValueError(f"{problem} {UNCHANGED}")
-        before, self._changed = self._changed, set(self._base)  # all, should loading fail
-        self._load({name: changes.get(name) for name in self._whole_layers(before | changes.keys())})
-        self._changed = set(changes)
+            raise ValueError(problem)
+        touched = self._changed | changes.keys() if self.is_whole else set(self._base)
+        self.is_whole = False
+        self._load({name: changes.get(name) for name in self._whole_layers(touched)})
+        self.folder, self._changed, self.is_whole = folder, set(changes), True
 
     def _decode(self, folder: str) -> dict[str, torch.Tensor]:
+        if self._has_lora:
+            raise ValueError("Adapters are merged into the weights, which --enable-lora wraps. Leave it out.")
         saved = open_adapter(folder)
         found = saved.file.header, saved.config.to_dict()  # checksums of all tensors, which reading compares
         is_known = found[0] is not None and self._checked.get(folder) == found
@@ -120,11 +124,11 @@ class AdapterEngine(WeightTransferEngine[NoInitInfo, AdapterUpdate]):
             tensor = self._base[name] if tensor is None else tensor
             return CheckpointWeightPatch(name, tuple(tensor.shape), tensor.dtype, tensor.reshape(-1))
 
-        initialize_layerwise_reload(self.model)
+        initialize_layerwise_reload(self._model)
         try:
-            load_checkpoint_weight_patches(self.model, [patch(*item) for item in changes.items()])
+            load_checkpoint_weight_patches(self._model, [patch(*item) for item in changes.items()])
         finally:
-            finalize_layerwise_reload(self.model, self.model_config)
+            finalize_layerwise_reload(self._model, self._config)
 
 
 def _told_to_all(problem: str | None) -> list[str | None]:
