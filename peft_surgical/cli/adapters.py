@@ -143,5 +143,8 @@ def serve_vllm(
 
     served = ServedTasks(server, tasks)
     base, names = served.base(), served.tasks()
+    if not names:
+        raise ValueError(f"--tasks {tasks} has no folder with a saved adapter.")
+    served.switch(None)  # which shows whether the server was started as it should
     console.print(f"{len(names)} tasks on {base} at http://{host}:{port}/v1", markup=False)
     uvicorn.run(create_router(served, turn), host=host, port=port, log_level="warning")

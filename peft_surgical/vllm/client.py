@@ -52,7 +52,8 @@ class ServedTasks:
         """The task that is served; None for the base. One of another folder is told by its path.
 
         Raises:
-            RuntimeError: The server does not answer, or a switch has failed half-way; then it waits for the next.
+            ConnectionError: The server does not answer, or was not started as it should.
+            RuntimeError: A switch has failed half-way; the server answers nobody until the next.
         """
         folder = self._served(self._call("served_adapter"))
         return folder if folder is None or Path(folder).parent != self.folder else Path(folder).name
@@ -65,7 +66,8 @@ class ServedTasks:
 
         Raises:
             ValueError: There is no such task, its files are damaged or for another base; what was served still is.
-            RuntimeError: The server did not do it, and answers nobody until a switch is done.
+            ConnectionError: The server does not answer, or was not started as it should.
+            RuntimeError: It has failed half-way; the server answers nobody until the next switch.
         """
         if task is not None and task not in self.tasks():
             raise ValueError(f"There is no task {task!r} in {self.folder}; there are {self.tasks()}.")
@@ -98,5 +100,6 @@ class ServedTasks:
             if answer.is_success:
                 return answer.json()
         except (httpx.HTTPError, json.JSONDecodeError) as error:
-            raise RuntimeError(f"{self.server}{path} gave no answer ({error!r}).") from error
-        raise RuntimeError(f"{self.server}{path} answered {answer.status_code}: {answer.text[:500]}")
+            raise ConnectionError(f"{self.server}{path} gave no answer ({error!r}).") from error
+        told = f"{self.server}{path} answered {answer.status_code}: {answer.text[:500]}"
+        raise ConnectionError(f"{told}. Was the server started as docs/vllm.md says?")

@@ -186,7 +186,7 @@ def create_router(served: ServedTasks, seconds: float = 1.0) -> FastAPI:
                 raise RuntimeError(f"{served.server} no longer serves {model!r}. Ask again.")
         except BaseException as error:
             turns.leave()
-            if not isinstance(error, (httpx.HTTPError, RuntimeError)):
+            if not isinstance(error, (httpx.HTTPError, RuntimeError, OSError)):
                 raise
             turns.doubt()
             return _problem(503, str(error) or repr(error))

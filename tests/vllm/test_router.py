@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
+from typer.testing import CliRunner
 
 
 pytest.importorskip("fastapi")
@@ -15,6 +16,7 @@ pytest.importorskip("uvicorn")
 httpx = pytest.importorskip("httpx")
 from fake_vllm import FakeServer, running  # noqa: E402
 
+from peft_surgical.cli import app as cli  # noqa: E402
 from peft_surgical.vllm import router  # noqa: E402
 from peft_surgical.vllm.client import ServedTasks  # noqa: E402
 from peft_surgical.vllm.router import Turns, create_router  # noqa: E402
@@ -238,8 +240,26 @@ def test_after_a_client_that_was_killed_the_next_one_goes_on(fake, call, wanted,
 
 
 def test_a_server_that_is_not_there_is_named():
-    with pytest.raises(RuntimeError, match="127.0.0.1:9/v1/models gave no answer"):
+    with pytest.raises(ConnectionError, match="127.0.0.1:9/v1/models gave no answer"):
         ServedTasks("http://127.0.0.1:9", ".").base()
+
+
+def test_the_command_starts_the_router_or_says_what_is_missing(fake, tmp_path, monkeypatch):
+    seen: dict = {}
+    monkeypatch.setattr("uvicorn.run", lambda app, **options: seen.update(options, app=app))
+
+    def call(*arguments: str):
+        return CliRunner().invoke(cli, ["serve-vllm", *arguments])
+
+    result = call(fake.address, "--tasks", str(fake.folder), "--port", "1234", "--turn", "3")
+    assert result.exit_code == 0
+    assert "5 tasks on served-base at http://127.0.0.1:1234/v1" in result.output
+    assert (seen["app"].title, seen["port"]) == ("peft-surgical", 1234)
+    found = [call(fake.address, "--tasks", str(tmp_path / "alpha")), call("http://127.0.0.1:9", "--tasks", ".")]
+    found += [call(f"{fake.address}/nowhere", "--tasks", str(tmp_path))]
+    assert [one.exit_code for one in found] == [2, 2, 2]
+    for one, said in zip(found, ["no folder with a saved adapter", "gave no answer", "answered 404"], strict=True):
+        assert said in one.output
 
 
 # ---- the router

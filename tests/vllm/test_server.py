@@ -45,7 +45,8 @@ from peft_surgical.vllm.router import create_router  # noqa: E402
 
 TASKS = [f"task{number}" for number in range(20)]
 SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_key_value_heads": 1}
-FAMILIES = {"llama": SIZES, "qwen3": {**SIZES, "head_dim": 32}}
+FAMILIES = {"llama": SIZES, "qwen3": {**SIZES, "head_dim": 32}, "gpt2": {"hidden_size": 64}, "mixtral": SIZES}
+FAMILIES["gemma3"] = {**FAMILIES["qwen3"], "tie_word_embeddings": True}
 HTTP = httpx.Client(timeout=120, limits=NO_REUSE, trust_env=False)
 SECONDS = float(os.environ.get("PEFT_SURGICAL_STRESS", 10))
 # one block and a half, so that a prefix of another task's would be noticed
@@ -82,6 +83,31 @@ for task in fresh:
 print("ANSWERS" + json.dumps(answers))
 """
 
+EXCHANGE = """
+import json, sys
+from vllm import LLM, SamplingParams
+
+base, tasks, merged, prompt = json.loads(sys.argv[1])
+extension = "peft_surgical.vllm.worker.TaskWorker"
+llm = LLM(base, enforce_eager=True, max_model_len=64, dtype="auto", worker_extension_cls=extension)
+
+def ask():
+    llm.reset_prefix_cache()
+    sampling = SamplingParams(max_tokens=4, logprobs=5, temperature=0, ignore_eos=True)
+    found = llm.generate([{"prompt_token_ids": prompt}], sampling, use_tqdm=False)[0].outputs[0]
+    return [{str(token): one.logprob for token, one in at.items()} for at in found.logprobs]
+
+said = {"start": ask(), "problems": []}
+for name in ["task0", "task3", None, "task1", "task3"]:
+    told = llm.collective_rpc("serve_adapter", kwargs={"folder": name and f"{tasks}/{name}"})
+    said["problems"] += [worker["problem"] for worker in told]
+    said[name or "base"] = ask()
+for name in ["task0", "task1", "task3"]:
+    llm.collective_rpc("reload_weights", kwargs={"weights_path": f"{merged}/{name}"})
+    said[f"{name} merged"] = ask()
+print("ANSWERS" + json.dumps(said))
+"""
+
 
 @dataclass
 class Served:
@@ -97,15 +123,17 @@ class Served:
         return ServedTasks(self.address, self.folder / "tasks")
 
 
-def save_tasks(folder: Path, family: str, count: int = len(TASKS)) -> None:
+def save_tasks(folder: Path, family: str, count: int = len(TASKS), dtype: torch.dtype = torch.float32) -> None:
     """A base, adapters of both methods and several encodings, and their merged checkpoints."""
     save_language_model(folder / "base", family, **FAMILIES[family])
+    AutoModelForCausalLM.from_pretrained(folder / "base").to(dtype).save_pretrained(folder / "base")
+    kind = "gpt2" if family == "gpt2" else "llama"
     for number, task in enumerate(TASKS[:count]):
-        base = AutoModelForCausalLM.from_pretrained(folder / "base")
+        base = AutoModelForCausalLM.from_pretrained(folder / "base", dtype=dtype)
         method = "STRATIFIED" if number % 4 == 3 else "SURGICAL"
         layers = random.Random(number).sample(range(4), 1 + number % 3)
         encoding = ["values", "lossless", "int8"][number % 3] if method == "SURGICAL" else "values"
-        model = get_peft_model(base, make_config(method, "llama", layers, encoding=encoding))
+        model = get_peft_model(base, make_config(method, kind, layers, encoding=encoding))
         shake(model, "default", number).save_pretrained(folder / "tasks" / task)
         merge_checkpoint(folder / "base", folder / "tasks" / task, folder / "merged" / task)
 
@@ -164,14 +192,20 @@ def ask(address: str, model: str = "base", task_prompt: list[int] = PROMPT) -> l
     return [given, choice["logprobs"]["token_logprobs"]]
 
 
-@pytest.fixture(scope="module", params=list(FAMILIES))
+@pytest.fixture(scope="module", params=["llama", "qwen3"])
 def served(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param)
     torch.manual_seed(0)
     save_tasks(folder, request.param)
-    arguments = json.dumps([str(folder / "base"), str(folder / "merged"), PROMPT, TASKS, [TASKS[1], TASKS[3]]])
+    wanted = call(ORACLE, folder, str(folder / "base"), str(folder / "merged"), PROMPT, TASKS, [TASKS[1], TASKS[3]])
+    with serving(folder) as (process, address):
+        yield Served(folder, process, address, wanted)
+
+
+def call(program: str, folder: Path, *arguments: Any) -> dict[str, Any]:
+    """What a program says that runs vLLM in its own process."""
     found = subprocess.run(
-        [sys.executable, "-c", ORACLE, arguments],
+        [sys.executable, "-c", program, json.dumps(arguments)],
         env=environment(VLLM_ENABLE_V1_MULTIPROCESSING="0"),
         cwd=folder,
         capture_output=True,
@@ -179,8 +213,7 @@ def served(request, tmp_path_factory):
         timeout=500,
     )
     assert "ANSWERS" in found.stdout, found.stderr[-3000:]
-    with serving(folder) as (process, address):
-        yield Served(folder, process, address, json.loads(found.stdout.partition("ANSWERS")[2]))
+    return json.loads(found.stdout.partition("ANSWERS")[2])
 
 
 def distance(one: list, other: list) -> float:
@@ -295,7 +328,7 @@ def test_a_server_that_is_told_to_end_in_a_switch_ends(served):
         try:
             while True:
                 served.client.switch(draw.choice(TASKS))
-        except RuntimeError as error:
+        except (RuntimeError, OSError) as error:
             broken.append(error)
 
     thread = threading.Thread(target=switch_on)
@@ -306,6 +339,23 @@ def test_a_server_that_is_told_to_end_in_a_switch_ends(served):
     assert not thread.is_alive()
     assert served.address in str(broken[0])
     assert served.process.returncode in (0, -signal.SIGTERM, 128 + signal.SIGTERM)
+
+
+@pytest.mark.parametrize(("family", "dtype"), [("gpt2", torch.float32), ("gemma3", torch.bfloat16)])
+def test_other_families_and_half_precision_answer_as_their_merged_checkpoints(family, dtype, tmp_path):
+    save_tasks(tmp_path, family, 4, dtype)
+    said = call(EXCHANGE, tmp_path, *(str(tmp_path / part) for part in ("base", "tasks", "merged")), PROMPT)
+    assert said["problems"] == [None] * 5
+    assert said["base"] == said["start"]
+    for task in ("task0", "task1", "task3"):
+        assert said[task] == said[f"{task} merged"] != said["base"]
+
+
+def test_experts_are_refused(tmp_path):
+    save_tasks(tmp_path, "mixtral", 4)
+    said = call(EXCHANGE, tmp_path, *(str(tmp_path / part) for part in ("base", "tasks", "merged")), PROMPT)
+    assert ["has experts" in str(problem) for problem in said["problems"]] == [True, True, False, True, True]
+    assert said["task0"] == said["task3"] == said["base"] == said["start"]
 
 
 def test_the_shards_of_two_workers_are_their_own_business(tmp_path_factory):
