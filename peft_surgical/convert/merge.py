@@ -82,16 +82,15 @@ def merge_checkpoint(
     return model
 
 
-def merged_changes(before: Checkpoint, saved: AdapterFile, check: bool = True) -> dict[str, torch.Tensor]:
+def merged_changes(old: ModelTensors, saved: AdapterFile) -> dict[str, torch.Tensor]:
     """The tensors of the merged checkpoint that differ from the base's, by their names in both.
 
-    No more of the base is read than that, and a few values of each tensor if the adapter is to be checked. An error
-    tells of one that is for another base, or no exchange of its tensors.
+    `old` is what `tensors_of_base` gives for this adapter or one for a like model. No more of the base is read than
+    the adapter changes; one that is no exchange of its tensors is an error.
     """
     with naming_adapter(saved.config):
         if not isinstance(saved.config, DeltaConfig):
             raise ValueError(f"{saved.source} is a {method_of(saved.config)}; allowed are SURGICAL and STRATIFIED.")
-        old = tensors_of_base(before, saved, check)
         if _needs_whole_model(saved, old):
             raise ValueError(f"{saved.source} tunes rows of embeddings, or one of two tied tensors. Merge it.")
         has_all = saved.config.peft_type == "SURGICAL"
@@ -131,11 +130,10 @@ def merged_model(before: Checkpoint, saved: AdapterFile) -> nn.Module:
     return model
 
 
-def tensors_of_base(before: Checkpoint, saved: AdapterFile, check: bool = True) -> ModelTensors:
+def tensors_of_base(before: Checkpoint, saved: AdapterFile) -> ModelTensors:
     """The base's tensors by the names in `merged_model`, once the adapter is checked."""
     old = ModelTensors(before, merged_model(before, saved))
-    if check:
-        check_adapter(saved, old)
+    check_adapter(saved, old)
     return old
 
 

@@ -74,8 +74,8 @@ class ServedTasks:
         folder = None if task is None else str(self.folder / task)
         with self._lock:
             wanted = {"folder": folder, "is_whole": True}
-            is_paused = self._ask("GET", "/is_paused")["is_paused"]  # by a client that was killed
-            if is_paused or any(worker != wanted for worker in self._call("served_adapter")):
+            is_served = all(worker == wanted for worker in self._call("served_adapter"))
+            if not is_served or self._ask("GET", "/is_paused")["is_paused"]:  # by a client that was killed
                 self._ask("POST", "/pause", mode="wait")
                 told = self._call("serve_adapter", folder=folder)
                 self._served(told)  # else it stays paused

@@ -26,9 +26,9 @@ from vllm.model_executor.model_loader.checkpoint_weight_patch import (
 )
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from peft_surgical.convert.merge import merged_changes
-from peft_surgical.files.checkpoint import Checkpoint
-from peft_surgical.methods.config import open_adapter
+from peft_surgical.convert.merge import merged_changes, tensors_of_base
+from peft_surgical.files.checkpoint import Checkpoint, ModelTensors
+from peft_surgical.methods.config import naming_adapter, open_adapter
 
 
 class TaskWorker:
@@ -62,20 +62,19 @@ class ServedWeights:
     def __init__(self, model: Any, vllm_config: Any):
         self.folder: str | None = None
         self.is_whole = True
-        self._model, self._config, self._has_lora = (
-            model,
-            vllm_config.model_config,
-            vllm_config.lora_config is not None,
-        )
+        self._model, self._config = model, vllm_config
         self._changed: set[str] = set()  # the tensors of the checkpoint that are not the base's own now
-        self._checked: dict[str, Any] = {}  # by folder, what was checked, which takes longer than to decode
+        self._checked: dict[str, Any] = {}  # by folder, which takes longer than to decode
+        self._shapes: dict[Any, ModelTensors] = {}  # by config, for nearly all tasks the same
         # of every module that an update leaves alone vLLM warns that it was not loaded
         reload_logger = logging.getLogger(initialize_layerwise_reload.__module__)
         reload_logger.addFilter(lambda record: "Failed to load weights" not in record.msg)
 
     @cached_property
     def _base(self) -> Checkpoint:
-        return Checkpoint(self._config.model)
+        if self._config.model_config.revision:
+            raise ValueError("The base was loaded with --revision. Give vLLM a folder, so that it can be read again.")
+        return Checkpoint(self._config.model_config.model)
 
     def change_to(self, folder: str | None) -> None:
         """Put an adapter's tensors into the model, and the base's in the place of those of the adapter before.
@@ -99,7 +98,7 @@ class ServedWeights:
         self.folder, self._changed, self.is_whole = folder, set(changes), True
 
     def _decode(self, folder: str) -> dict[str, torch.Tensor]:
-        if self._has_lora:
+        if self._config.lora_config is not None:
             raise ValueError("Adapters are merged into the weights, which --enable-lora wraps. Leave it out.")
         if experts := [path for path, module in self._model.named_modules() if "moe" in type(module).__name__.lower()]:
             raise ValueError(
@@ -107,9 +106,14 @@ class ServedWeights:
             )
         saved = open_adapter(folder)
         found = saved.file.header, saved.config.to_dict()  # checksums of all tensors, which reading compares
-        is_known = found[0] is not None and self._checked.get(folder) == found
-        changes = merged_changes(self._base, saved, check=not is_known)
-        self._checked[folder] = found
+        known, old = self._checked.get(folder, (None, None))
+        if found[0] is None or known != found:
+            with naming_adapter(saved.config):
+                old = tensors_of_base(self._base, saved)
+            model: Any = old.model
+            old = self._shapes.setdefault((type(model), model.config.to_json_string()), old)
+        changes = merged_changes(old, saved)
+        self._checked[folder] = found, old
         return changes
 
     def _whole_layers(self, names: Iterable[str]) -> list[str]:
@@ -132,7 +136,7 @@ class ServedWeights:
         try:
             load_checkpoint_weight_patches(self._model, [patch(*item) for item in changes.items()])
         finally:
-            finalize_layerwise_reload(self._model, self._config)
+            finalize_layerwise_reload(self._model, self._config.model_config)
 
 
 def _told_to_all(problem: str | None) -> list[str | None]:

@@ -14,7 +14,7 @@ from tensor_checks import assert_same_bits
 from tiny_models import batch, build
 
 from peft_surgical import SurgicalConfig, merge_checkpoint
-from peft_surgical.convert.merge import merged_changes
+from peft_surgical.convert.merge import merged_changes, tensors_of_base
 from peft_surgical.files.checkpoint import Checkpoint
 from peft_surgical.methods.config import open_adapter
 
@@ -73,7 +73,8 @@ def save_both(folder: Path, family: str, config, dtype=torch.float32, **options)
 
 
 def changes(folder: Path) -> dict[str, torch.Tensor]:
-    return merged_changes(Checkpoint(folder / "base"), open_adapter(folder / "adapter"))
+    saved = open_adapter(folder / "adapter")
+    return merged_changes(tensors_of_base(Checkpoint(folder / "base"), saved), saved)
 
 
 @pytest.mark.parametrize("encoding", ["values", "int8"])
