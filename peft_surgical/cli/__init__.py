@@ -46,6 +46,7 @@ for name, command in {
     "pack": as_command(checkpoints.pack),
     "convert": as_command(adapters.convert),
     "export-lora": as_command(adapters.export),
+    "serve-vllm": as_command(adapters.serve_vllm),
     "demo": as_command(demo.demo),
 }.items():
     app.command(name)(command)

@@ -1,8 +1,9 @@
-"""`peft-surgical inspect`, `convert` and `export-lora`: what is in saved adapters, and the same in another form."""
+"""`peft-surgical inspect`, `convert`, `export-lora` and `serve-vllm`: what is in saved adapters, and their uses."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -125,3 +126,26 @@ def _read_batches(model: str, data: str, text_columns: Sequence[str], rows: int,
     split = task.split(find_split(task.splits, "train") or next(iter(task.splits)))
     encoded: Any = encode(split.select(range(min(rows, len(split)))), tokenizer, 128)
     return DataLoader(encoded, batch_size=batch_size, collate_fn=DataCollatorWithPadding(tokenizer))
+
+
+def serve_vllm(
+    console: Console,
+    server: Annotated[str, typer.Argument(help="The address of a vLLM server, started as docs/vllm.md says.")],
+    tasks: Annotated[Path, typer.Option(help="A folder with a saved adapter per task, which the server reads too.")],
+    host: Annotated[str, typer.Option(help="The address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="The port to listen on.")] = 8001,
+    turn: Annotated[float, typer.Option(help="Seconds that a task keeps the server while others wait.")] = 1.0,
+) -> None:
+    """Serve many tasks with one vLLM server: the model of a request is its task, whose weights the server takes."""
+    import uvicorn
+
+    from peft_surgical.vllm.client import ServedTasks
+    from peft_surgical.vllm.router import create_router
+
+    served = ServedTasks(server, tasks)
+    base, names = served.base(), served.tasks()
+    if not names:
+        raise ValueError(f"--tasks {tasks} has no folder with a saved adapter.")
+    served.switch(None)  # which shows whether the server was started as it should
+    console.print(f"{len(names)} tasks on {base} at http://{host}:{port}/v1", markup=False)
+    uvicorn.run(create_router(served, turn), host=host, port=port, log_level="warning")

@@ -18,7 +18,7 @@ from torch import nn
 from tqdm import tqdm
 from transformers import AutoConfig, AutoTokenizer
 
-from peft_surgical.files.adapter import AdapterFile, touched_names
+from peft_surgical.files.adapter import AdapterFile, method_of, touched_names
 from peft_surgical.files.base import check_base
 from peft_surgical.files.check import checked
 from peft_surgical.files.checkpoint import TASKS, Checkpoint, ModelTensors, architecture_of, bare_class_of, empty_model
@@ -63,13 +63,13 @@ def merge_checkpoint(
         raise ValueError(f"output={str(output)!r} is the base itself, which a merge never writes to.")
     with naming_adapter(saved.config):
         model = merged_model(before, saved)
-        has_rows = getattr(saved.config, "trainable_token_indices", None)  # parts of a tensor, which PEFT merges
-        if saved.config.peft_type == "SURGICAL" and not has_rows:
-            merge = _Merge(ModelTensors(before, model), _from_file(saved))
-            check_adapter(saved, merge.old)
+        old = ModelTensors(before, model)
+        if saved.config.peft_type == "SURGICAL" and not _needs_whole_model(saved, old):
+            merge = _Merge(old, _from_file(saved))
+            check_adapter(saved, old)
         else:
             merged: Any = adapted_model(before, saved).merge_and_unload()
-            merge = _Merge(ModelTensors(before, merged), _from_memory(merged))
+            merge = _Merge(ModelTensors(before, merged), _from_memory(merged.state_dict()))
     size = None if max_shard_size is None else convert_file_size_to_int(max_shard_size)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with written_aside(folder) as aside:
@@ -82,11 +82,47 @@ def merge_checkpoint(
     return model
 
 
+def merged_changes(old: ModelTensors, saved: AdapterFile) -> dict[str, torch.Tensor]:
+    """The tensors of the merged checkpoint that differ from the base's, by their names in both.
+
+    `old` is what `tensors_of_base` gives for this adapter or one for a like model. No more of the base is read than
+    the adapter changes; one that is no exchange of its tensors is an error.
+    """
+    with naming_adapter(saved.config):
+        if not isinstance(saved.config, DeltaConfig):
+            raise ValueError(f"{saved.source} is a {method_of(saved.config)}; allowed are SURGICAL and STRATIFIED.")
+        if _needs_whole_model(saved, old):
+            raise ValueError(f"{saved.source} tunes rows of embeddings, or one of two tied tensors. Merge it.")
+        has_all = saved.config.peft_type == "SURGICAL"
+        replaced = _from_file(saved) if has_all else _from_memory(_merged_part(saved, old))
+        return _Merge(old, replaced).changes()
+
+
+def _needs_whole_model(saved: AdapterFile, old: ModelTensors) -> bool:
+    """Whether an adapter has parts of a tensor, or unties some, which only PEFT merges rightly."""
+    own = _touched(saved)
+    unties = any(alias not in own for name in own for alias in old.aliases.get(name, []))
+    return unties or bool(getattr(saved.config, "trainable_token_indices", None))
+
+
+def _merged_part(saved: AdapterFile, old: ModelTensors) -> dict[str, torch.Tensor]:
+    """What PEFT makes of the tensors that an adapter touches, all others being on the meta device."""
+    model: Any = copy.deepcopy(old.model)
+    for name in _touched(saved) & set(old):
+        path, _, own_name = name.rpartition(".")
+        model.get_submodule(path).register_parameter(own_name, nn.Parameter(old[name].clone(), requires_grad=False))
+    merged: Any = PeftModel.from_pretrained(model, str(saved.folder), torch_device="cpu").merge_and_unload()
+    return {name: tensor for name, tensor in merged.state_dict().items() if name in _touched(saved)}
+
+
+def _touched(saved: AdapterFile) -> set[str]:
+    return touched_names(saved.file) | {entry.name for entry in saved.entries}
+
+
 def merged_model(before: Checkpoint, saved: AdapterFile) -> nn.Module:
     """The model that a base and an adapter make together, on the meta device."""
     config = AutoConfig.from_pretrained(before.folder)
-    record = getattr(saved.config, "record", None) or {}
-    labels = getattr(saved.config, "labels", None) or {}
+    record, labels = (getattr(saved.config, name, None) or {} for name in ("record", "labels"))
     sizes = {"num_labels": labels.get("num_labels"), "vocab_size": record.get("vocab_size")}
     known = {name: size for name, size in sizes.items() if size and hasattr(config, name)}
     model = empty_model(before, _architecture(config, saved, record), **known)
@@ -126,8 +162,9 @@ def adapted_model(before: Checkpoint, saved: AdapterFile) -> PeftModel:
 
 def _architecture(config: Any, saved: AdapterFile, record: Mapping[str, Any]) -> str | None:
     """The class of the model that an adapter was trained on, from whatever its config says of it."""
-    known = record.get("architecture") or (saved.config.auto_mapping or {}).get("base_model_class")
-    if known:
+    if record.get("model_type", config.model_type) != config.model_type:
+        return architecture_of(config)  # for another base, as the check will say
+    if known := record.get("architecture") or (saved.config.auto_mapping or {}).get("base_model_class"):
         return known
     own = architecture_of(config)
     endings = [ending for ending, task in TASKS.items() if task == saved.config.task_type]
@@ -152,11 +189,8 @@ def _from_file(saved: AdapterFile) -> dict[str, _Replacement]:
     return found
 
 
-def _from_memory(merged: nn.Module) -> dict[str, _Replacement]:
-    def always(tensor: torch.Tensor) -> _Replacement:
-        return _Replacement(tensor.dtype, lambda base: tensor)
-
-    return {name: always(tensor) for name, tensor in merged.state_dict().items()}
+def _from_memory(merged: Mapping[str, torch.Tensor]) -> dict[str, _Replacement]:
+    return {n: _Replacement(t.dtype, lambda base, own=t: own) for n, t in merged.items()}  # type: ignore[misc]
 
 
 class _Merge:
@@ -198,6 +232,17 @@ class _Merge:
     def _replacement(self, name: str) -> _Replacement | None:
         """What the adapter has for a tensor of the model, under whichever of its names if it is tied."""
         return next((self.replaced[n] for n in (name, *self.old.aliases.get(name, [])) if n in self.replaced), None)
+
+    def changes(self) -> dict[str, torch.Tensor]:
+        """The tensors that are not the base's own, which must be of its names and shapes."""
+        found = {}
+        for name, source in self.names.items():
+            if not any(self._replacement(own) for own in self.old.names.get(source, [source])):
+                continue
+            if name not in self.before or self._meta(source).shape != self.before.meta(name).shape:
+                raise ValueError(f"The adapter has another {name!r} than {self.before.source}. Merge it.")
+            found[name] = self._value(source).to(self.before.meta(name).dtype)
+        return found
 
     def write(self, folder: Path, dtype: torch.dtype | None, max_shard_size: int | None, progress: bool) -> None:
         plan: dict[str, torch.Tensor] = {}

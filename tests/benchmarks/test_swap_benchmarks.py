@@ -18,7 +18,7 @@ from benchmarks.distributed import multi_gpu
 
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "docs" / name for name in ("deltas.md", "distributed.md", "serving.md")]
+PAGES = [ROOT / "docs" / name for name in ("deltas.md", "distributed.md", "serving.md", "vllm.md")]
 SHOWN = [(page, *block) for page in PAGES for block in guides.blocks(page)]
 place = test_evidence.place
 
@@ -43,7 +43,7 @@ def test_the_guides_show_the_tables_of_the_results(page, results, shown):
 
 def test_the_guides_show_results():
     shown = {results.partition("-")[0] for _, results, _ in SHOWN}
-    assert shown == {"delta_size", "distributed_multi_gpu", "swap_cost", "swap_serve_load"}
+    assert shown == {"delta_size", "distributed_multi_gpu", "swap_cost", "swap_serve_load", "swap_vllm_server"}
 
 
 @pytest.mark.slow

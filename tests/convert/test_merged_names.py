@@ -7,12 +7,16 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from adapters import shake
+from adapters import METHODS, make_config, outputs, shake
 from peft import LoraConfig, get_peft_model
 from safetensors import safe_open
+from tensor_checks import assert_same_bits
 from tiny_models import batch, build
 
 from peft_surgical import SurgicalConfig, merge_checkpoint
+from peft_surgical.convert.merge import merged_changes, tensors_of_base
+from peft_surgical.files.checkpoint import Checkpoint
+from peft_surgical.methods.config import open_adapter
 
 
 def header(folder: Path) -> dict[str, tuple]:
@@ -57,3 +61,64 @@ def test_the_files_can_be_divided_otherwise(tmp_path):
     shake(get_peft_model(base, SurgicalConfig(layers=[1])), "default").save_pretrained(tmp_path / "adapter")
     merge_checkpoint(tmp_path / "base", tmp_path / "adapter", tmp_path / "merged", max_shard_size="1GB")
     assert {file for file, _, _ in header(tmp_path / "merged").values()} == {"model.safetensors"}
+
+
+def save_both(folder: Path, family: str, config, dtype=torch.float32, **options):
+    """Save a base and an adapter of it that is off its start; gives the adapter's model."""
+    build(family, **options).to(dtype).save_pretrained(folder / "base", max_shard_size="20KB")
+    base = type(build(family)).from_pretrained(folder / "base", dtype=dtype)
+    model = shake(get_peft_model(base, config), "default").eval()
+    model.save_pretrained(folder / "adapter")
+    return model
+
+
+def changes(folder: Path) -> dict[str, torch.Tensor]:
+    saved = open_adapter(folder / "adapter")
+    return merged_changes(tensors_of_base(Checkpoint(folder / "base"), saved), saved)
+
+
+@pytest.mark.parametrize("encoding", ["values", "int8"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral"])
+def test_the_changes_are_what_differs_between_the_merged_checkpoint_and_the_base(
+    family, method, dtype, encoding, tmp_path
+):
+    save_both(tmp_path, family, make_config(method, family, [1, 3], encoding=encoding), dtype)
+    merge_checkpoint(tmp_path / "base", tmp_path / "adapter", tmp_path / "merged")
+    base, merged, found = Checkpoint(tmp_path / "base"), Checkpoint(tmp_path / "merged"), changes(tmp_path)
+    assert_same_bits(found, {name: merged[name] for name in found})
+    kept = [name for name in merged if name not in found]
+    assert_same_bits({name: base[name] for name in kept}, {name: merged[name] for name in kept})
+    assert 0 < len(found) < len(kept) + len(found)
+
+
+UNTYING = [{"target_modules": ["lm_head"]}, {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}]
+
+
+@pytest.mark.parametrize("options", UNTYING)
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings", "ignore:Setting `save_embedding_layers`")
+def test_a_tied_head_that_was_tuned_is_untied_in_the_checkpoint_and_cannot_be_exchanged(options, tmp_path):
+    model = save_both(tmp_path, "qwen3", SurgicalConfig(task_type="CAUSAL_LM", **options), tie_word_embeddings=True)
+    merge_checkpoint(tmp_path / "base", tmp_path / "adapter", tmp_path / "merged")
+    merged = type(build("qwen3")).from_pretrained(tmp_path / "merged").eval()
+    assert torch.equal(outputs(merged, "qwen3"), outputs(model, "qwen3"))
+    with pytest.raises(ValueError, match="one of two tied tensors"):
+        changes(tmp_path)
+
+
+def test_what_is_no_exchange_of_the_bases_tensors_is_refused(tmp_path):
+    build("llama").save_pretrained(tmp_path / "base")
+    cls = transformers.LlamaForSequenceClassification
+    headed = get_peft_model(cls.from_pretrained(tmp_path / "base"), SurgicalConfig(task_type="SEQ_CLS", layers=[1]))
+    headed.save_pretrained(tmp_path / "adapter")
+    with pytest.raises(ValueError, match="The adapter has another 'score.weight' than .*base. Merge it"):
+        changes(tmp_path)
+    lora = get_peft_model(build("llama"), LoraConfig(target_modules=["q_proj"]))
+    lora.save_pretrained(tmp_path / "adapter")
+    with pytest.raises(ValueError, match="is a LORA; allowed are SURGICAL and STRATIFIED"):
+        changes(tmp_path)
+    build("qwen3").save_pretrained(tmp_path / "base")
+    get_peft_model(build("llama"), SurgicalConfig(layers=[1])).save_pretrained(tmp_path / "adapter")
+    with pytest.raises(ValueError, match="its model type was llama, this model's is qwen3"):
+        changes(tmp_path)

@@ -1,0 +1,5 @@
+"""Adapters of this package in a vLLM server: the whole server changes its task, by patches of its weights.
+
+`worker` runs in vLLM's workers, where `--worker-extension-cls` puts it; `client` asks a server for another task;
+`router` is a service before one, in which a request's `model` is its task. Only `worker` imports vLLM.
+"""

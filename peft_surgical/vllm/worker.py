@@ -1,0 +1,154 @@
+"""What vLLM's workers do: from an adapter's folder to tensors in the place of the base's.
+
+What goes to vLLM are tensors of the merged checkpoint under its own names, so that fused and sharded weights are the
+business of vLLM's loaders. A STRATIFIED adapter is merged too, its LoRA with its copies: vLLM's own LoRA would compute
+in every batch, knows neither all of its options nor copies, and would have to change at the same instant as these.
+
+This is no engine of vLLM's `WeightTransferEngineFactory`, though it does what those do. Such an engine can refuse an
+update by an error alone, after which vLLM 0.32 with several workers takes the answers of the others for those to
+its next call, and dies. And a client that is killed between `start_weight_update` and `finish_weight_update` leaves a
+state that no later one can tell from another without such an error. Here one call does all and returns what is wrong.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from functools import cached_property
+from typing import Any
+
+import torch
+from vllm.config import set_current_vllm_config
+from vllm.distributed.parallel_state import get_world_group
+from vllm.model_executor.model_loader.checkpoint_weight_patch import (
+    CheckpointWeightPatch,
+    load_checkpoint_weight_patches,
+)
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+from peft_surgical.convert.merge import merged_changes, tensors_of_base
+from peft_surgical.files.checkpoint import Checkpoint, ModelTensors
+from peft_surgical.methods.config import naming_adapter, open_adapter
+
+
+class TaskWorker:
+    """A part of each of vLLM's workers: `--worker-extension-cls peft_surgical.vllm.worker.TaskWorker`."""
+
+    model_runner: Any
+    vllm_config: Any
+
+    def serve_adapter(self, folder: str | None = None) -> dict[str, Any]:
+        """Serve a saved adapter, or (None) the base, while nothing runs; gives `served_adapter`, and any problem."""
+        problem = None
+        try:
+            with set_current_vllm_config(self.vllm_config):
+                self._weights.change_to(folder)
+        except Exception as error:  # never raised: see above
+            problem = str(error) if isinstance(error, ValueError) else repr(error)
+        return {**self.served_adapter(), "problem": problem}
+
+    def served_adapter(self) -> dict[str, Any]:
+        """The folder of the adapter that is served, None for the base, and whether all of it is there."""
+        return {"folder": self._weights.folder, "is_whole": self._weights.is_whole}
+
+    @cached_property
+    def _weights(self) -> ServedWeights:
+        return ServedWeights(self.model_runner.get_model(), self.vllm_config)
+
+
+class ServedWeights:
+    """The weights of one worker: those of the base, with one adapter's tensors in the place of some."""
+
+    def __init__(self, model: Any, vllm_config: Any):
+        self.folder: str | None = None
+        self.is_whole = True
+        self._model, self._config = model, vllm_config
+        self._changed: set[str] = set()  # the tensors of the checkpoint that are not the base's own now
+        self._checked: dict[str, Any] = {}  # by folder, which takes longer than to decode
+        self._shapes: dict[Any, ModelTensors] = {}  # by config, for nearly all tasks the same
+        # of every module that an update leaves alone vLLM warns that it was not loaded
+        reload_logger = logging.getLogger(initialize_layerwise_reload.__module__)
+        reload_logger.addFilter(lambda record: "Failed to load weights" not in record.msg)
+
+    @cached_property
+    def _base(self) -> Checkpoint:
+        if self._config.model_config.revision:
+            raise ValueError("The base was loaded with --revision. Give vLLM a folder, so that it can be read again.")
+        return Checkpoint(self._config.model_config.model)
+
+    def change_to(self, folder: str | None) -> None:
+        """Put an adapter's tensors into the model, and the base's in the place of those of the adapter before.
+
+        Raises:
+            ValueError: The adapter cannot be decoded on some worker, or is for another base; no worker has changed
+                anything.
+        """
+        changes: dict[str, torch.Tensor] = {}
+        problem = None
+        try:
+            if folder is not None:
+                changes = self._decode(folder)
+        except Exception as error:  # whatever it is, the other workers must hear of it
+            problem = str(error) if isinstance(error, ValueError) else repr(error)
+        if problem := next(filter(None, _told_to_all(problem)), None):
+            raise ValueError(problem)
+        touched = self._changed | changes.keys() if self.is_whole else set(self._base)
+        self.is_whole = False
+        self._load({name: changes.get(name) for name in self._whole_layers(touched)})
+        self.folder, self._changed, self.is_whole = folder, set(changes), True
+
+    def _decode(self, folder: str) -> dict[str, torch.Tensor]:
+        if self._config.lora_config is not None:
+            raise ValueError("Adapters are merged into the weights, which --enable-lora wraps. Leave it out.")
+        if experts := [path for path, module in self._model.named_modules() if "moe" in type(module).__name__.lower()]:
+            raise ValueError(
+                f"{experts[0]} has experts, which vLLM 0.32 reloads wrongly on a CPU; others are untried."
+            )
+        saved = open_adapter(folder)
+        found = saved.file.header, saved.config.to_dict()  # checksums of all tensors, which reading compares
+        known, old = self._checked.get(folder, (None, None))
+        if found[0] is None or known != found:
+            with naming_adapter(saved.config):
+                old = tensors_of_base(self._base, saved)
+            model: Any = old.model
+            old = self._shapes.setdefault((type(model), model.config.to_json_string()), old)
+        changes = merged_changes(old, saved)
+        self._checked[folder] = found, old
+        return changes
+
+    def _whole_layers(self, names: Iterable[str]) -> list[str]:
+        """All tensors of the base's checkpoint in the layers of some.
+
+        vLLM makes each of its modules anew from what it is given, and may have made one of many in a layer: q, k and
+        v, or all experts.
+        """
+        touched = {_layer(name) for name in names}
+        return [name for name in self._base if _layer(name) in touched]
+
+    def _load(self, changes: dict[str, torch.Tensor | None]) -> None:
+        """Load tensors of a checkpoint as vLLM does, the base's own in the place of None."""
+
+        def patch(name: str, tensor: torch.Tensor | None) -> CheckpointWeightPatch:
+            tensor = self._base[name] if tensor is None else tensor
+            return CheckpointWeightPatch(name, tuple(tensor.shape), tensor.dtype, tensor.reshape(-1))
+
+        initialize_layerwise_reload(self._model)
+        try:
+            load_checkpoint_weight_patches(self._model, [patch(*item) for item in changes.items()])
+        finally:
+            finalize_layerwise_reload(self._model, self._config.model_config)
+
+
+def _told_to_all(problem: str | None) -> list[str | None]:
+    """What each worker has to say."""
+    group = get_world_group()
+    said: list[str | None] = [None] * group.world_size
+    torch.distributed.all_gather_object(said, problem, group=group.cpu_group)
+    return said
+
+
+def _layer(name: str) -> str:
+    """The outermost numbered module that a tensor is in, or else its module."""
+    parts = name.split(".")
+    numbered = next((i for i, part in enumerate(parts) if part.isdigit()), len(parts) - 2)
+    return ".".join(parts[: numbered + 1])
