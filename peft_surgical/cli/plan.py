@@ -67,7 +67,7 @@ def _describe_memory(memory: Memory) -> str:
 
 def _describe_files(files: dict[str, int]) -> str:
     others = ", ".join(f"{name} {size(count)}" for name, count in files.items() if name != "values")
-    return size(files["values"]) + (f"; converted to {others}" if others else "")
+    return size(files["values"]) + (f"; converted at most {others}" if others else "")
 
 
 def _describe_time(seconds: float) -> str:

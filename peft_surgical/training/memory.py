@@ -96,7 +96,7 @@ def nbytes(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def file_sizes(model: nn.Module) -> dict[str, int]:
-    """The bytes of the tensors that are saved of a model, by encoding; of a lossless one the data decide."""
+    """The most that the saved tensors of a model take, in bytes, by encoding; of a lossless one the data decide."""
     if not isinstance(model, PeftModel):
         return {"values": nbytes(model.state_dict().values())}
     values = sum(t.nbytes for t in get_peft_model_state_dict(model, save_embedding_layers=False).values())
