@@ -39,8 +39,8 @@ from peft_surgical.methods.config import open_adapter
 
 
 WEIGHTS = "adapter_model.safetensors"
-TASK = {"minilm": "mrpc", "mpnet": "mrpc", "gemma3": "rte"}
-STEPS = {"minilm": 150, "mpnet": 60, "gemma3": 40}
+TASK = {"minilm": "sst2", "mpnet": "sst2", "gemma3": "rte"}
+STEPS = {"minilm": 400, "mpnet": 150, "gemma3": 40}
 RATE = {"minilm": 1e-4, "mpnet": 3e-5, "gemma3": 3e-5}
 BATCH, ROWS = 8, 400  # rows of a step, and of the validation rows at most
 BOUND = 0.15

@@ -50,8 +50,8 @@ class Plan:
         layers: The layers with anything that is trained, by stack.
         trained: The number of trained parameters.
         parameters: The number of the base model's parameters.
-        files: Bytes of the tensors in the saved file: as `"values"`, and the most that `peft-surgical convert` makes of
-            them.
+        files: Bytes of the tensors in the saved file: as `"values"`, and the most that `peft-surgical convert` makes
+            of them.
         memory: In a step on the longest rows; before steps without activations, and with the states of AdamW.
         layer: Bytes of one tuned layer's trained weights, the mean over them; None where no whole layers are tuned.
         device: What it is measured on.
