@@ -84,22 +84,29 @@ def tasks_table(results: Results) -> str:
     return table(["layers", "rate", *measured.tasks], [*rows, ["seeds", "", *seeds]])
 
 
-def choices_table(results: Results) -> str:
-    """Each way to choose layers against full tuning, on all models, ± over tasks."""
-    rows: dict[str, list[str]] = {label: [] for label, _ in CHOICES.values() if label != "all weights"}
-    for folder in MODELS:
+def choices(results: Results) -> dict[str, dict[str, Difference]]:
+    """Each way to choose layers against full tuning, on each of the models beside one another."""
+    rows: dict[str, dict[str, Difference]] = {label: {} for label, _ in CHOICES.values() if label != "all weights"}
+    for folder, model in MODELS.items():
         of_model = Results(results.folder.parent / folder)
         measured = CellValues(of_model)
         for name, (label, plan) in CHOICES.items():
-            if label not in rows:
-                continue
-            if measured.is_decoder:
-                found = measured.difference(measured.cell_name(name), "full")
-            else:
-                found = of_model.difference(plan.format(of_model.k), "full", of_model.tasks)
-            mean, half = number(found.mean, 1, sign=True), number(found.over_tasks, 1)
-            rows[label].append(MISSING if mean == MISSING else f"{mean} ± {half}")
-    return table(["minus all weights", *MODELS.values()], [[label, *of_models] for label, of_models in rows.items()])
+            if label in rows:
+                rows[label][model] = (
+                    measured.difference(measured.cell_name(name), "full")
+                    if measured.is_decoder
+                    else of_model.difference(plan.format(of_model.k), "full", of_model.tasks)
+                )
+    return rows
+
+
+def choices_table(results: Results) -> str:
+    """Each way to choose layers against full tuning, on all models, ± over tasks."""
+    rows = []
+    for label, of_models in choices(results).items():
+        shown = [(number(found.mean, 1, sign=True), number(found.over_tasks, 1)) for found in of_models.values()]
+        rows.append([label, *(MISSING if mean == MISSING else f"{mean} ± {half}" for mean, half in shown)])
+    return table(["minus all weights", *MODELS.values()], rows)
 
 
 def pairs_table(results: Results) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.evidence import layer_plots, plans
+from benchmarks.evidence import cell_tables, layer_plots, plans
 from benchmarks.evidence.comparison_tables import criteria_plans, lodha_plans, spafit_plans
 from benchmarks.evidence.findings import RESULTS, Results
 from benchmarks.evidence.jobs import RANDOM_DRAWS
@@ -166,6 +166,23 @@ def cost(results: Results) -> Any:
     return figure
 
 
+def choices(results: Results) -> Any:
+    """Ways to choose layers against full tuning, on all models."""
+    found = cell_tables.choices(results)
+    figure, axis = plt.subplots(figsize=(7, 3.6), layout="constrained")
+    for i, (model, color) in enumerate(zip(cell_tables.MODELS.values(), (BLUE, ORANGE, GREEN), strict=True)):
+        rows = [(y + (i - 1) / 5, of_models[model]) for y, of_models in enumerate(found.values())]
+        rows = [(y, difference) for y, difference in rows if not np.isnan(difference.mean)]
+        means, halves = [d.mean for _, d in rows], [d.over_tasks for _, d in rows]
+        axis.errorbar(means, [y for y, _ in rows], xerr=halves, fmt="o", ms=5, elinewidth=1, color=color, label=model)
+    axis.axvline(0, color="black", lw=1)
+    axis.set_yticks(range(len(found)), found)
+    axis.invert_yaxis()
+    axis.set_xlabel("points relative to tuning all weights, mean over tasks; 95 % over tasks")
+    figure.legend(loc="outside upper center", ncols=3, fontsize=9)
+    return figure
+
+
 PLOTS: dict[str, Callable[[Results], Any]] = {
     "lodha": lodha,
     "lodha-relative": lodha_relative,
@@ -195,6 +212,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             figure = plot(results)
             figure.savefig(options.figures / f"{options.model}-{name}.png", dpi=110)
             plt.close(figure)
+    choices(results).savefig(options.figures / "choices.png", dpi=110)
 
 
 if __name__ == "__main__":
