@@ -770,7 +770,7 @@ def test_the_whole_runs_once_and_is_not_repeated(place, monkeypatch):
     assert f"**{100 * mean:.1f}**" in row or f" {100 * mean:.1f} " in row
     assert "old" not in page.read_text()
     assert page.read_text().endswith("<!-- end -->\nafter\n")
-    assert len(list((place / "figures").glob("*.png"))) == 3
+    assert len(list((place / "figures").glob("*.png"))) == 4
 
 
 def test_jobs_are_begun_in_order_as_long_as_they_end_in_time():
