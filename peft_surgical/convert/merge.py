@@ -101,7 +101,8 @@ def merged_changes(old: ModelTensors, saved: AdapterFile) -> dict[str, torch.Ten
 def _needs_whole_model(saved: AdapterFile, old: ModelTensors) -> bool:
     """Whether an adapter has parts of a tensor, or unties some, which only PEFT merges rightly."""
     own = _touched(saved)
-    unties = any(alias not in own for name in own for alias in old.aliases.get(name, []))
+    is_whole = bool(getattr(saved.config, "extra_modules", None))  # of `diff`, where tied tensors change together
+    unties = not is_whole and any(alias not in own for name in own for alias in old.aliases.get(name, []))
     return unties or bool(getattr(saved.config, "trainable_token_indices", None))
 
 
