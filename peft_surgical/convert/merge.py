@@ -85,8 +85,7 @@ def merge_checkpoint(
 def merged_changes(old: ModelTensors, saved: AdapterFile) -> dict[str, torch.Tensor]:
     """The tensors of the merged checkpoint that differ from the base's, by their names in both.
 
-    `old` is what `tensors_of_base` gives for this adapter or one for a like model. No more of the base is read than
-    the adapter changes; one that is no exchange of its tensors is an error.
+    `old` is what `tensors_of_base` gives for this adapter or a like one; no more of it is read than changes.
     """
     with naming_adapter(saved.config):
         if not isinstance(saved.config, DeltaConfig):
@@ -100,9 +99,11 @@ def merged_changes(old: ModelTensors, saved: AdapterFile) -> dict[str, torch.Ten
 
 def _needs_whole_model(saved: AdapterFile, old: ModelTensors) -> bool:
     """Whether an adapter has parts of a tensor, or unties some, which only PEFT merges rightly."""
-    own = _touched(saved)
-    is_whole = bool(getattr(saved.config, "extra_modules", None))  # of `diff`, where tied tensors change together
-    unties = not is_whole and any(alias not in own for name in own for alias in old.aliases.get(name, []))
+    modules = dict(old.model.named_modules(remove_duplicate=False))  # one may be held twice, and is one place
+    place = {n: (id(modules[n.rpartition(".")[0]]), n.rpartition(".")[2]) for n in old.aliases}
+    tied = _touched(saved) & place.keys()
+    own = {place[name] for name in tied}
+    unties = any(place[alias] not in own for name in tied for alias in old.aliases[name])
     return unties or bool(getattr(saved.config, "trainable_token_indices", None))
 
 
