@@ -16,11 +16,12 @@ from peft.tuners.tuners_utils import BaseTunerLayer, check_adapters_to_merge
 from torch import nn
 
 from peft_surgical.copies.compute import FunctionalModule, direct_output, run_by_rows, twin
+from peft_surgical.copies.host import HostedBase
 from peft_surgical.copies.tensors import KeptTensors, TunedNormTensors, TunedTensors
 from peft_surgical.names import SURGICAL, CopyName, base_path
 
 
-class TunedModule(nn.Module, BaseTunerLayer):
+class TunedModule(HostedBase, BaseTunerLayer):
     """Wraps a module and gives each adapter its own copy of the module's chosen parameters.
 
     With one active adapter the module computes with that adapter's copies; with several, with
@@ -86,6 +87,7 @@ class TunedModule(nn.Module, BaseTunerLayer):
                 tied in the adapter.
             untrained: The parameters that are copied as buffers are, and not trained.
         """
+        self.bring_base_back()
         shared = {} if shared is None else shared
         copies: dict[str, torch.Tensor] = {}
         for name in names:
@@ -138,20 +140,20 @@ class TunedModule(nn.Module, BaseTunerLayer):
                 "Cannot pass `adapter_names` when there are merged adapters, please call `unmerge_adapter` first."
             )
         if not any(name in self.tuned for name in adapter_names):
-            return self.base_layer(*args, **kwargs)
-        return run_by_rows(self.base_layer, lambda name: self.module_for([name]), adapter_names, args, kwargs)
+            return self.base_in_use()(*args, **kwargs)
+        return run_by_rows(self.base_in_use(), lambda name: self.module_for([name]), adapter_names, args, kwargs)
 
     def module_in_use(self) -> Any:
         """What computes at present: the active adapters' twin, or the base."""
         if self.disable_adapters or self.merged:
-            return self.base_layer
+            return self.base_in_use()
         return self.module_for(self.active_adapters)
 
     def module_for(self, adapters: Iterable[str]) -> Callable[..., Any]:
         """What computes when these adapters are active; the base for those that do not tune this module."""
         present = [name for name in adapters if name in self.tuned]
         if not present:
-            return self.base_layer
+            return self.base_in_use()
         tensors = self.tensors_of(present)
         if self._needs_functional_call():
             return FunctionalModule(self.base_layer, tensors)
@@ -173,6 +175,9 @@ class TunedModule(nn.Module, BaseTunerLayer):
             return self._combine(copies)
         return self._kept.get([self.tuned[a] for a in adapters], copies, self._combine)
 
+    def copied_names(self) -> list[str]:
+        return self.names_of(self.tuned)
+
     def names_of(self, adapters: Iterable[str]) -> list[str]:
         """The tensors of which these adapters have copies."""
         return list(dict.fromkeys(name for a in adapters for name in self.tuned[a].names))
@@ -190,6 +195,7 @@ class TunedModule(nn.Module, BaseTunerLayer):
 
     def original(self, name: str) -> torch.Tensor:
         """The base's own tensor, also while an adapter is merged into the base."""
+        self.bring_base_back()
         return self._originals.get(name, self.base_tensor(name))
 
     def base_tensor(self, name: str) -> torch.Tensor:
@@ -202,7 +208,7 @@ class TunedModule(nn.Module, BaseTunerLayer):
         return id(self.base_tensor(name))
 
     def _dtype_of(self, name: str) -> torch.dtype:
-        return self.original(name).dtype
+        return self._originals.get(name, self.base_tensor(name)).dtype
 
     # parents may read `module.weight`, or anything else, instead of calling the module
 
@@ -229,6 +235,7 @@ class TunedModule(nn.Module, BaseTunerLayer):
         names = [name for name in check_adapters_to_merge(self, adapter_names) if name in self.tuned]
         if not names:
             return
+        self.bring_base_back()
         with torch.no_grad():
             merged = self.tensors_of([*self.merged_adapters, *names])
             # not the adapter's own tensors: who writes to the merged base must not change the adapter

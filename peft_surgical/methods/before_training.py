@@ -22,6 +22,7 @@ from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from peft_surgical.copies.host import BaseOnHost
 from peft_surgical.copies.module import TunedModule
 from peft_surgical.copies.select import token_embeddings
 from peft_surgical.copies.tensors import TunedTensors
@@ -58,6 +59,7 @@ def before_training(tuner: Any) -> None:
         warn_of_surprises(tuner, tuner._frozen_on_purpose)
         tuner._backward_start.look_again()
         tuner._gradient_watch = GradientWatch(adapter_parameters(tuner.model, tuner.active_adapters))
+    BaseOnHost.of(tuner).before_forward()
     tuner._backward_start.update(tuner.model)
     tuner._gradient_watch.update()
 

@@ -18,6 +18,7 @@ from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME
 from typing_extensions import Self
 
+from peft_surgical.copies.host import BASE_COPIES
 from peft_surgical.files.adapter import AdapterFile, group_parts, weights_file
 from peft_surgical.files.base import check_record
 from peft_surgical.files.check import add_header, checked, decoded_shapes
@@ -57,6 +58,10 @@ class DeltaConfig(PeftConfig):
         check_base: Whether loading the adapter onto another base model than the one it was trained on is an error.
         key_mapping: For a base whose modules have been renamed since the adapter was saved: patterns in the names of
             the saved tensors and what to put in their place, as in PEFT's `load_adapter`. Only for loading.
+        base_copies: Where the base's own values of the tuned tensors lie while this adapter, the only one loaded,
+            is trained on an accelerator: `"host"`, from where they are brought back when something needs them
+            (disabling the adapter, a merge), or `"device"`. `"auto"` is `"host"` unless every step needs them, as with
+            DPO's reference.
         format_version: Version of this file's format.
         library: The package that has the method. Set by itself, for who opens the file.
 
@@ -72,12 +77,15 @@ class DeltaConfig(PeftConfig):
     max_error: float = 0.0
     check_base: bool = True
     key_mapping: dict[str, str] | None = None
+    base_copies: str = "auto"
     format_version: int = FORMAT_VERSION
     library: str = LIBRARY
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_encoding(self.encoding, self.max_error)
+        if self.base_copies not in BASE_COPIES:
+            raise ValueError(f"base_copies={self.base_copies!r} must be one of {', '.join(map(repr, BASE_COPIES))}.")
         if not isinstance(self.format_version, int) or self.format_version > FORMAT_VERSION:
             raise ValueError(
                 f"The adapter has format_version={self.format_version!r}: it was written by a later version of "

@@ -212,7 +212,8 @@ def encode_state(
     `model_state` has the whole tensors of the base where a sharded model has none.
     """
     check_encoding(config.encoding, config.max_error)  # they may have been set since
-    bases = dict(_bases(model, adapter_name, model_state)) if config.encoding != "values" else {}
+    whole = model_state if engine_of(model) else {}
+    bases = dict(_bases(model, adapter_name, whole)) if config.encoding != "values" else {}
     encoded: dict[str, torch.Tensor] = {}
     for name, tensor in state.items():
         encoded.update(encode_tensor(name, tensor, bases.get(name), config.encoding, config.max_error))

@@ -16,6 +16,7 @@ from torch import nn
 from typing_extensions import Self
 
 from peft_surgical.copies.compute import leave_fused_path
+from peft_surgical.copies.host import BaseOnHost
 from peft_surgical.copies.in_place import TunedInPlace
 from peft_surgical.copies.module import TunedModule
 from peft_surgical.copies.select import innermost_tuned, matches_any, note_untied, original_tensor
@@ -47,6 +48,7 @@ class DeltaTuner(SavedState, BaseTuner):
     _frozen_on_purpose: frozenset[str] = frozenset()
     _copied: dict[int, nn.Parameter] = {}  # of the adapter being made, by id of the base's tensor
     _is_trained_set_checked = False
+    _base_on_host: BaseOnHost | None = None
     _flags: list[tuple[nn.Parameter, bool]] | None = None  # which were trainable, while adapters are disabled
 
     # ---- before the model is changed
@@ -166,6 +168,7 @@ class DeltaTuner(SavedState, BaseTuner):
         for module in [self, *(module for module in model.modules() if id(module) not in present)]:
             module.training = model.training
         note_untied(model)
+        self._base_on_host = None
         leave_fused_path(model, lambda module: isinstance(module, BaseTunerLayer))
         config: Any = self.peft_config[adapter_name]
         config._is_unfilled = hasattr(config, "_source")
@@ -226,6 +229,7 @@ class DeltaTuner(SavedState, BaseTuner):
         """As in `nn.Module`, except that running statistics of frozen modules do not move in training."""
         super().train(mode)
         if mode:
+            BaseOnHost.of(self).send_away()  # compiled models do not say when they compute
             for module in frozen_statistics(self.model):
                 module.eval()
         return self

@@ -16,6 +16,7 @@ from tqdm import tqdm
 
 from peft_surgical.compat import check_adapters_not_merged, get_submodules
 from peft_surgical.copies.compute import return_to_fused_path
+from peft_surgical.copies.host import HostedBase
 from peft_surgical.copies.in_place import TunedInPlace
 from peft_surgical.copies.module import TunedModule
 from peft_surgical.copies.select import admit_untied_embeddings, forget_originals
@@ -39,6 +40,9 @@ def unload(tuner: Any, merge: bool, progressbar: bool, safe_merge: bool, adapter
         tuner.merge_adapter(adapter_names, safe_merge)
     else:
         tuner.unmerge_adapter()
+    for _, module in wrapped:
+        if isinstance(module, HostedBase):
+            module.bring_base_back()
     done: list[str] = []
     for name, module in tqdm(wrapped, disable=not progressbar, desc="Unloading"):
         if isinstance(module, TunedInPlace):
@@ -96,6 +100,7 @@ def delete_adapter(tuner: Any, adapter_name: str) -> None:
                 module.set_adapter([])
         elif isinstance(module, AuxiliaryTrainingWrapper):
             module.delete_adapter(adapter_name, new_active_adapters=list(tuner.active_adapters))
+    tuner._base_on_host = None
     if "_backward_start" in tuner.__dict__:
         tuner._backward_start.look_again()  # it would hold on to the deleted tensors
 

@@ -1,0 +1,131 @@
+"""The base's own tensors in host memory, while an adapter that has copies of them is trained on an accelerator.
+
+So training needs the accelerator's memory for one set of the tuned tensors, as plain fine-tuning does. Whatever else
+needs the base's own (another adapter, none, a merge, a move of the model) brings them back first.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from typing_extensions import Self
+
+from peft_surgical.distributed import engine_of, world_size
+
+
+BASE_COPIES = ("auto", "host", "device")
+_HOSTS = ("cpu", "meta", "mps")  # these have no other memory than the host's
+
+
+class HostedBase(nn.Module):
+    """A wrapper around a module of the base, whose tensors can be put into host memory for a while."""
+
+    base_layer: nn.Module
+    was_base_used = False  # since it was set so
+    _away: dict[str, torch.device] | None = None  # by name of a tensor in host memory: where it belongs
+
+    def base_tensor(self, name: str) -> torch.Tensor:
+        """The base's tensor of a name in the module."""
+        raise NotImplementedError
+
+    def copied_names(self) -> Iterable[str]:
+        """The base's tensors that an adapter has copies of."""
+        raise NotImplementedError
+
+    def base_in_use(self) -> nn.Module:
+        """The base's module, to compute with."""
+        self.was_base_used = True
+        self.bring_base_back()
+        return self.base_layer
+
+    @property
+    def is_base_away(self) -> bool:
+        """Whether tensors of the base lie in host memory."""
+        return bool(self._away)
+
+    def send_base_away(self, names: Iterable[str]) -> None:
+        """Put these of the base's tensors into host memory, until something needs them."""
+        self._away = self._away or {}
+        for name in names:
+            base = self.base_tensor(name)
+            if base.device.type not in _HOSTS:
+                self._away[name] = base.device
+                base.data = to_host(base.data)
+
+    def bring_base_back(self) -> None:
+        """Undo `send_base_away`."""
+        for name, device in list((self._away or {}).items()):
+            base = self.base_tensor(name)
+            base.data = to_device(base.data, device)
+        self._away = None
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
+        self.bring_base_back()  # `fn` may move the model elsewhere
+        return super()._apply(fn, recurse)
+
+
+def to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy in host memory, from where it is fast to fetch."""
+    host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+    return host.copy_(tensor)
+
+
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A copy on a device."""
+    return tensor.to(device)
+
+
+class BaseOnHost:
+    """Puts the tensors of a model's base that its one adapter has copies of into host memory while that is trained.
+
+    Args:
+        model: The base model with one adapter in it.
+        base_copies: `"host"`: before each forward pass in training. `"device"`: never. `"auto"`: not if something has
+            used the base since the last one, as DPO's reference does, for which they would go to and fro.
+    """
+
+    def __init__(self, model: nn.Module, base_copies: str):
+        self._modules: list[tuple[HostedBase, list[str]]] = []
+        self._is_auto = base_copies == "auto"
+        self._is_first = True
+        # nn.DataParallel, for several devices of one process, wants all parameters on one of them
+        is_data_parallel = world_size() == 1 and torch.cuda.device_count() > 1
+        if base_copies == "device" or engine_of(model) or (is_data_parallel and self._is_auto):
+            return
+        places = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
+        places[id(next(model.parameters(), None))] += 1  # code asks the first for the model's device
+        for module in model.modules():
+            if isinstance(module, HostedBase):
+                tensors = {name: module.base_tensor(name) for name in module.copied_names()}
+                large = [name for name, t in tensors.items() if t.dim() > 1 and places[id(t)] == 1]
+                if large:
+                    self._modules.append((module, large))
+
+    @classmethod
+    def of(cls, tuner: Any) -> Self:
+        """That of a tuner, as its adapter's config has it."""
+        if tuner._base_on_host is None:
+            wanted = [getattr(config, "base_copies", "device") for config in tuner.peft_config.values()]
+            tuner._base_on_host = cls(tuner.model, wanted[0] if len(wanted) == 1 else "device")
+        return tuner._base_on_host
+
+    def before_forward(self) -> None:
+        """To be called before each forward pass in training."""
+        if self._modules:
+            self.send_away()
+            self._modules[0][0].was_base_used = False
+
+    def send_away(self) -> None:
+        """Do it, if it is not done and, with `"auto"`, nothing has used the base since the last forward pass."""
+        if not self._modules:
+            return
+        first, names = self._modules[0]
+        is_needed = self._is_auto and first.was_base_used and not self._is_first
+        if not (is_needed or first.is_base_away or first.base_tensor(names[0]).device.type in _HOSTS):
+            self._is_first = False
+            for module, names in self._modules:
+                module.send_base_away(names)
