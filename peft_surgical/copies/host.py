@@ -33,7 +33,7 @@ class HostedBase(nn.Module):
         raise NotImplementedError
 
     def copied_names(self) -> Iterable[str]:
-        """The base's tensors that an adapter has copies of."""
+        """The base's tensors that an adapter has whole copies of."""
         raise NotImplementedError
 
     def base_in_use(self) -> nn.Module:

@@ -15,6 +15,7 @@ import torch
 from peft.tuners.tuners_utils import BaseTunerLayer, check_adapters_to_merge
 from torch import nn
 
+from peft_surgical.copies.columns import ColumnTensors, column_output, input_dim
 from peft_surgical.copies.compute import FunctionalModule, direct_output, run_by_rows, twin
 from peft_surgical.copies.host import HostedBase
 from peft_surgical.copies.tensors import KeptTensors, TunedNormTensors, TunedTensors
@@ -75,6 +76,7 @@ class TunedModule(HostedBase, BaseTunerLayer):
         inference_mode: bool = False,
         shared: dict[int, nn.Parameter] | None = None,
         untrained: Container[str] = (),
+        columns: Sequence[int] | None = None,
     ) -> None:
         """Add an adapter, or start an existing one afresh, from the base's own values (also while one is merged).
 
@@ -86,6 +88,7 @@ class TunedModule(HostedBase, BaseTunerLayer):
             shared: Copies made so far for this adapter, by `id` of the base's parameter: what is tied there stays
                 tied in the adapter.
             untrained: The parameters that are copied as buffers are, and not trained.
+            columns: Of a linear module: the input columns of its weight that are copied, instead of all.
         """
         self.bring_base_back()
         shared = {} if shared is None else shared
@@ -100,7 +103,11 @@ class TunedModule(HostedBase, BaseTunerLayer):
                 copies[name] = shared[key]
             else:
                 copies[name] = value.clone()
-        self.put(adapter_name, copies)
+        if columns is not None:
+            dim = input_dim(self.base_layer)
+            self.tuned[adapter_name] = ColumnTensors(copies["weight"].detach(), columns, dim, self.original)
+        else:
+            self.put(adapter_name, copies)
         self.tuned[adapter_name].requires_grad_(adapter_name in self.active_adapters and not inference_mode)
 
     def put(self, adapter_name: str, copies: Mapping[str, torch.Tensor]) -> None:
@@ -132,6 +139,8 @@ class TunedModule(HostedBase, BaseTunerLayer):
             return None
         modules: Any = self._modules
         copies = modules[self.adapter_layer_names[0]]._modules.get(active[0])
+        if isinstance(copies, ColumnTensors):
+            return column_output(modules.get("base_layer"), copies, x)
         return direct_output(modules.get("base_layer"), copies, x)
 
     def _forward_by_rows(self, adapter_names: Sequence[str], args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -171,12 +180,13 @@ class TunedModule(HostedBase, BaseTunerLayer):
         copies = {
             name: [self.tuned[a][name] for a in adapters if name in self.tuned[a]] for name in self.names_of(adapters)
         }
-        if torch.compiler.is_compiling():
+        # what is made of columns at each call has no version
+        if torch.compiler.is_compiling() or any(isinstance(self.tuned[a], ColumnTensors) for a in adapters):
             return self._combine(copies)
         return self._kept.get([self.tuned[a] for a in adapters], copies, self._combine)
 
     def copied_names(self) -> list[str]:
-        return self.names_of(self.tuned)
+        return self.names_of(a for a in self.tuned if not isinstance(self.tuned[a], ColumnTensors))
 
     def names_of(self, adapters: Iterable[str]) -> list[str]:
         """The tensors of which these adapters have copies."""

@@ -35,6 +35,10 @@ class TunedTensors(nn.Module):
         # attribute access, not the dict of parameters: FSDP keeps the gathered tensor in an attribute of the instance
         return getattr(self, as_attribute(name))
 
+    def put(self, name: str, value: torch.Tensor) -> None:
+        """Give a copy other values."""
+        self[name].data = value
+
     def __contains__(self, name: str) -> bool:
         return name in self.names
 

@@ -113,6 +113,20 @@ class Rows(Lossless):
         return whole.to(base.device)
 
 
+class Columns(Rows):
+    """The columns of a matrix that differ alone, as `Rows` writes the rows."""
+
+    dtypes = {"columns": torch.uint8, "columns_lossless": torch.uint8}
+
+    def encode(self, trained: torch.Tensor, base: torch.Tensor) -> dict[str, torch.Tensor]:
+        rows = super().encode(trained.transpose(0, 1), base.transpose(0, 1))
+        return dict(zip(self.dtypes, rows.values(), strict=True))
+
+    def decode(self, parts: Mapping[str, torch.Tensor], base: torch.Tensor) -> torch.Tensor:
+        rows = dict(zip(Rows.dtypes, (parts[suffix] for suffix in self.dtypes), strict=True))
+        return super().decode(rows, base.transpose(0, 1)).transpose(0, 1).contiguous()
+
+
 class Bfloat16(Encoding):
     """The difference, rounded to bfloat16: within a 256th of each entry's difference."""
 
@@ -197,7 +211,7 @@ class Sign(Encoding):
         return _add(base, torch.where(up.bool(), parts["sign_scale"], -parts["sign_scale"]))
 
 
-_KINDS: Sequence[type[Encoding]] = (Lossless, Rows, Bfloat16, Int8, Int4, Sign)
+_KINDS: Sequence[type[Encoding]] = (Lossless, Rows, Columns, Bfloat16, Int8, Int4, Sign)
 ENCODINGS: dict[str, Encoding] = {next(iter(kind.dtypes)): kind() for kind in _KINDS}
 
 

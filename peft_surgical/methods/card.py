@@ -22,7 +22,13 @@ from peft_surgical.ranking.ranking import as_ranking
 TAG = "peft-surgical"
 CARD_FILE = "README.md"
 
-_TRAINED = {"bitfit": "the bias terms", "norm": "the norms", "lora": "LoRA (r={r})", "full": "all weights"}
+_TRAINED = {
+    "bitfit": "the bias terms",
+    "norm": "the norms",
+    "columns": "{columns} input columns",
+    "lora": "LoRA (r={r})",
+    "full": "all weights",
+}
 
 
 @dataclass
@@ -145,6 +151,10 @@ def place_of(base: str | None, folder: Path) -> str | None:
     return os.path.relpath(base, folder)
 
 
+def _number(columns: int | float | None) -> str:
+    return f"{columns:.0%} of the" if isinstance(columns, float) else str(columns)
+
+
 def describe_choice(config: Any) -> str:
     """What an adapter trains and how its layers were chosen, in a few sentences.
 
@@ -158,8 +168,8 @@ def describe_choice(config: Any) -> str:
     layers = getattr(config, "layers", None)
     if strata is not None:
         trained = [
-            f"{_TRAINED[item['tune']].format(r=config.r)}{_of(item.get('target_modules'))} in "
-            f"{_layers(item['layers'], stack)}"
+            f"{_TRAINED[item['tune']].format(r=config.r, columns=_number(item.get('columns')))}"
+            f"{_of(item.get('target_modules'))} in {_layers(item['layers'], stack)}"
             for stack, items in (strata.items() if isinstance(strata, Mapping) else [("", strata)])
             for item in items
             if item["tune"] != "frozen"

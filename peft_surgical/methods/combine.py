@@ -19,6 +19,7 @@ from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 from torch import nn
 
 from peft_surgical.copies.module import TunedModule
+from peft_surgical.methods.resolve import Resolution
 
 
 PRUNINGS = ("ties", "dare_linear", "dare_ties", "magnitude_prune")
@@ -179,13 +180,18 @@ def united_config(tuner: Any, configs: Mapping[str, Any]) -> Any:
 
 def _check_union(tuner: Any, united: Any, configs: Mapping[str, Any]) -> None:
     probe = copy.copy(united)
-    chosen = tuner._resolve(probe, tuner.model).tensors()
+    chosen = tuner._resolve(probe, tuner.model)
     wanted = set().union(*(config.resolution.tensors() for config in configs.values()))
-    if chosen != wanted:
+    columns = {item for config in configs.values() for item in _columns(config.resolution)}
+    if differing := sorted((chosen.tensors() ^ wanted) | {path for path, _ in _columns(chosen) ^ columns}):
         raise ValueError(
             f"The adapters {list(configs)} choose their modules in ways that no one configuration can express "
-            f"together, e.g. {sorted(chosen ^ wanted)[0]}. Give them the same options besides their layers."
+            f"together, e.g. {differing[0]}. Give them the same options besides their layers."
         )
+
+
+def _columns(resolution: Resolution) -> set[tuple[str, tuple[int, ...]]]:
+    return {(path, tuple(columns)) for path, columns in resolution.columns.items()}
 
 
 def _combination(kind: str, density: float | None, majority_sign_method: str) -> Callable[..., torch.Tensor]:
@@ -222,16 +228,16 @@ def _combine_copies(
     adapter_name: str,
     combine: Callable[..., torch.Tensor],
 ) -> None:
-    for name in module.tuned[adapter_name].names:
+    entry = module.tuned[adapter_name]
+    for name in entry.names:
         sources = [
             (module.tuned[a][name], w)
             for a, w in zip(adapters, weights, strict=True)
             if a in module.tuned and name in module.tuned[a]
         ]
-        target = module.tuned[adapter_name][name]
         # a buffer is a statistic, in which nothing is to be pruned
-        how = combine if isinstance(target, nn.Parameter) else merge_utils.task_arithmetic
-        target.data = _combined(module.original(name), sources, how)
+        how = combine if isinstance(module.base_tensor(name), nn.Parameter) else merge_utils.task_arithmetic
+        entry.put(name, _combined(module.original(name), sources, how))
 
 
 def _combine_heads(

@@ -20,6 +20,7 @@ from peft.utils.other import ModulesToSaveWrapper
 from torch import nn
 
 from peft_surgical.compat import get_submodules, insert_adapter_name
+from peft_surgical.copies.columns import ColumnTensors
 from peft_surgical.copies.module import TunedModule
 from peft_surgical.copies.select import innermost_tuned
 from peft_surgical.layers import LayerSpec
@@ -93,6 +94,12 @@ def swap_in(model: nn.Module, state: Mapping[str, torch.Tensor], adapter_name: s
     tuner = _tuner(model, adapter_name)
     if any(adapter_name in m.merged_adapters for m in tuner.model.modules() if isinstance(m, BaseTunerLayer)):
         raise ValueError(f"Adapter {adapter_name!r} is merged into the base. Call unmerge_adapter() first.")
+    tuned = [m.tuned[adapter_name] for m in model.modules() if isinstance(m, TunedModule) and adapter_name in m.tuned]
+    if any(isinstance(entry, ColumnTensors) for entry in tuned):
+        raise ValueError(
+            f"Adapter {adapter_name!r} trains columns of weights, and has room for no others. Save it and load it for "
+            "inference, then swap others in."
+        )
     own = tuner.peft_config[adapter_name]
     if type(own) is not type(config):
         raise ValueError(

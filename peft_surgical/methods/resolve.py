@@ -28,6 +28,7 @@ class Resolution:
     copies: Mapping[str, list[str]]  # names of tensors, by the path of the module that owns them
     in_place: frozenset[str] = frozenset()  # paths of the owners that keep their place (`TunedInPlace`)
     lora: frozenset[str] = frozenset()  # paths of the modules that get LoRA
+    columns: Mapping[str, list[int]] = field(default_factory=dict)  # of a weight that are copied alone, by path
     shapes: Mapping[str, torch.Size] = field(default_factory=dict)
     """Of all tensors of the adapter, head included, by their names in its file; known once it is in the model."""
 
@@ -128,6 +129,7 @@ def shared_once(resolution: Resolution, model: nn.Module) -> Resolution:
         copies={at[path]: names for path, names in resolution.copies.items()},
         in_place=frozenset(at[path] for path in resolution.in_place),
         lora=frozenset(at[path] for path in resolution.lora),
+        columns={at[path]: columns for path, columns in resolution.columns.items()},
     )
 
 

@@ -11,6 +11,7 @@ from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 from peft.utils.other import ModulesToSaveWrapper
 from torch import nn
 
+from peft_surgical.copies.columns import ColumnTensors, input_dim
 from peft_surgical.copies.module import TunedModule
 from peft_surgical.copies.select import original_tensor
 from peft_surgical.distributed import engine_of, rank, whole_weights
@@ -29,7 +30,7 @@ from peft_surgical.files.safetensors_io import TensorFile
 from peft_surgical.layers import unwrap
 from peft_surgical.methods.heads import TRAINED_TOKENS, check_own, embedding_tensors, head_shapes, trained_rows
 from peft_surgical.methods.wrappers import take_out_unfilled
-from peft_surgical.names import PREFIX, as_attribute, as_in_file, without_engines, without_wrappers
+from peft_surgical.names import PREFIX, as_attribute, as_in_file, base_path, without_engines, without_wrappers
 
 
 def prefix_of_peft_model(names: Iterable[str]) -> str:
@@ -172,6 +173,9 @@ class SavedState(BaseTuner):
         # under FSDP1 the modules' paths are not the names of their tensors, and PEFT finds none
         by_saved_name = {cls._remove_adapter_name_from_key(name, adapter_name): name for name in live}
         remapped = {name if name in live else by_saved_name.get(name, name): t for name, t in remapped.items()}
+        for name, module in _drawn(model, adapter_name, config).items():
+            if name in remapped and isinstance(entry := module.tuned[adapter_name], ColumnTensors):
+                remapped[name] = entry.take_from(remapped[name], name)
         # the base's own tensors may be in a file, but are never loaded; only LoRA's bias="all" means them, or a user
         # who puts a state with them into LoRA alone by hand
         may_hold_biases = config.peft_type == "STRATIFIED" and not config.is_stratified
@@ -213,11 +217,27 @@ def encode_state(
     """
     check_encoding(config.encoding, config.max_error)  # they may have been set since
     whole = model_state if engine_of(model) else {}
-    bases = dict(_bases(model, adapter_name, whole)) if config.encoding != "values" else {}
+    drawn = _drawn(model, adapter_name, config)
+    bases = dict(_bases(model, adapter_name, whole)) if drawn or config.encoding != "values" else {}
     encoded: dict[str, torch.Tensor] = {}
     for name, tensor in state.items():
-        encoded.update(encode_tensor(name, tensor, bases.get(name), config.encoding, config.max_error))
+        encoding = config.encoding
+        if name in drawn:
+            encoding = "rows" if input_dim(drawn[name].base_layer) == 0 else "columns"
+            if isinstance(entry := drawn[name].tuned[adapter_name], ColumnTensors):
+                tensor = entry.put_into(bases[name].to(tensor.device), tensor)
+        encoded.update(encode_tensor(name, tensor, bases.get(name), encoding, config.max_error))
     return encoded
+
+
+def _drawn(model: nn.Module, adapter_name: str, config: Any) -> dict[str, TunedModule]:
+    """The modules of whose weights an adapter trains columns, by the names in the model of what it holds of them."""
+    paths = {without_wrappers(path) for path in config.resolution.columns}
+    return {
+        f"{without_engines(path)}.{module.adapter_layer_names[0]}.{adapter_name}.weight": module
+        for path, module in (model.named_modules() if paths else ())
+        if isinstance(module, TunedModule) and adapter_name in module.tuned and base_path(path) in paths
+    }
 
 
 def decode_state(

@@ -129,6 +129,8 @@ class DeltaTuner(SavedState, BaseTuner):
             "init_weights": getattr(peft_config, "init_weights", True) is not False,
             "inference_mode": peft_config.inference_mode,
             "shared": self._copied,
+            # for inference an adapter of columns is like any other
+            "columns": None if peft_config.inference_mode else peft_config.resolution.columns.get(current_key),
             "untrained": {n for n in names if f"{without_wrappers(current_key)}.{n}" in self._untrained},
         }
         in_place = current_key in peft_config.resolution.in_place

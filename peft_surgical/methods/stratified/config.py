@@ -17,7 +17,7 @@ from peft_surgical.compat import add_peft_type
 from peft_surgical.methods.config import DeltaConfig
 from peft_surgical.methods.resolve import plain_spec
 from peft_surgical.methods.stratified.attention_names import VARIANTS
-from peft_surgical.methods.stratified.strata import BIASES, check_depth_marks, check_form
+from peft_surgical.methods.stratified.strata import BIASES, check_columns, check_depth_marks, check_form
 from peft_surgical.ranking.ranking import as_ranking
 
 
@@ -40,15 +40,19 @@ class StratifiedConfig(DeltaConfig, LoraConfig):
         n2: Likewise for group 2.
         group_2: How group 2 is tuned: `"bitfit"`, as in the paper, or `"norm"`, for models without bias terms.
         strata: The strata. `tune` is `"frozen"`, `"bitfit"` (all bias terms), `"norm"` (weights and biases of norms),
-            `"lora"` or `"full"` (all weights). A stratum with LoRA may name its own `"target_modules"` and `"bias"`. A
-            dict of lists by stack for models with several stacks; stacks that are not named stay frozen. With all of
-            them frozen the head alone is trained, or what `modules_to_save` names.
+            `"columns"` (some input columns of each linear module), `"lora"` or `"full"` (all weights). A stratum with
+            LoRA may name its own `"target_modules"` and `"bias"`, one with columns `"target_modules"` and `"columns"`.
+            A dict of lists by stack for models with several stacks; stacks that are not named stay frozen. With all
+            of them frozen the head alone is trained, or what `modules_to_save` names.
         variant: The attention's modules that get LoRA if `target_modules` does not name others: `"I"` for query, key
             and value, `"II"` (the default) for the attention's output too.
         bias_beside_lora: The bias terms that are trained in a stratum with LoRA: those of the `"other"` sub-layers,
             the ones without LoRA (SPAFIT's choice), of `"all"`, or `"none"`. `LoraConfig.bias` is another thing, which
             changes the base model, and must stay `"none"` here.
         add_bias: Whether linear modules without a bias get one, zero at the start, where biases are tuned.
+        columns: How many input columns of each linear module, or which share of them, a stratum with columns trains
+            that does not say so itself; a random choice (PaCA, Woo et al. 2025).
+        columns_seed: Of the choice of columns.
         init_weights: False starts off the base's values. For tests only.
         ranking_record: How the layers were chosen: the ranking, as plain data. Set by `by_ranking`.
 
@@ -77,6 +81,8 @@ class StratifiedConfig(DeltaConfig, LoraConfig):
     variant: str | None = None
     bias_beside_lora: str = "other"
     add_bias: bool = False
+    columns: int | float = 16
+    columns_seed: int = 0
     init_weights: bool = True
     ranking_record: dict | None = None
 
@@ -101,6 +107,7 @@ class StratifiedConfig(DeltaConfig, LoraConfig):
             raise ValueError(f"{option}={getattr(self, option)!r} has no meaning without n1 and n2, or strata.")
         if self.group_2 not in ("bitfit", "norm"):
             raise ValueError(f"group_2={self.group_2!r}: allowed are 'bitfit' and 'norm'.")
+        check_columns(self.columns)
         if self.bias_beside_lora not in BIASES:
             raise ValueError(f"bias_beside_lora={self.bias_beside_lora!r}: allowed are {', '.join(BIASES)}.")
         if self.variant is not None and self.variant not in VARIANTS:

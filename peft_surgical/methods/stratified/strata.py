@@ -17,9 +17,13 @@ from peft_surgical.methods.stratified.attention_names import attention_names
 
 logger = logging.getLogger(__name__)
 
-TUNINGS = ("frozen", "bitfit", "norm", "lora", "full")
+TUNINGS = ("frozen", "bitfit", "norm", "columns", "lora", "full")
 BIASES = ("other", "all", "none")
-_KEYS = {"bitfit": ("add_bias",), "lora": ("target_modules", "bias", "add_bias")}
+_KEYS = {
+    "bitfit": ("add_bias",),
+    "columns": ("columns", "target_modules"),
+    "lora": ("target_modules", "bias", "add_bias"),
+}
 
 
 # ---- what can be checked without a model
@@ -59,6 +63,16 @@ def check_depth_marks(n1: Any, n2: Any) -> tuple[int | float, int | float]:
     return marks[0], marks[1]
 
 
+def check_columns(columns: Any) -> None:
+    """Check how many columns are to be trained, or their share, as far as that goes without a model."""
+    is_number = isinstance(columns, (int, float)) and not isinstance(columns, bool)
+    if not is_number or not (0 < columns < 1 if isinstance(columns, float) else columns > 0):
+        raise ValueError(
+            f"columns={columns!r} must be how many input columns of each linear module are trained, 1 or more, or "
+            "their share, a fraction between 0 and 1."
+        )
+
+
 def _check_stratum(item: Any) -> None:
     if not isinstance(item, Mapping):
         raise TypeError(f"A stratum is {item!r}; it must be a dict such as {{'layers': '0-4', 'tune': 'frozen'}}.")
@@ -75,6 +89,8 @@ def _check_stratum(item: Any) -> None:
             )
     if item.get("bias", "none") not in BIASES:
         raise ValueError(f"bias={item['bias']!r} in the stratum {dict(item)!r}: allowed are {', '.join(BIASES)}.")
+    if "columns" in item:
+        check_columns(item["columns"])
     if isinstance(item["layers"], Mapping):
         raise ValueError(
             f"Name the stack around the strata: strata={{{next(iter(item['layers']), 'stack')!r}: [...]}}."
@@ -91,9 +107,10 @@ class Stratum:
     stack: Stack
     layers: tuple[int, ...]  # ascending
     tune: str  # one of `TUNINGS`
-    target_modules: tuple[str, ...] | str | None = None  # as in PEFT; for "lora" only
+    target_modules: tuple[str, ...] | str | None = None  # as in PEFT; for "lora" and "columns"
     bias: str = "none"  # which bias terms are trained beside LoRA, one of `BIASES`
     add_bias: bool = False  # linear modules without a bias get one, zero at the start; for "lora" and "bitfit"
+    columns: int | float | None = None  # how many input columns of each weight are trained, or their share
 
     def __str__(self) -> str:
         return f"stratum of layers {list(self.layers)} of {self.stack.name} (tune={self.tune!r})"
@@ -106,12 +123,13 @@ class Stratum:
     def to_dict(self) -> dict[str, Any]:
         """As plain data, the form in a config."""
         plain: dict[str, Any] = {"layers": list(self.layers), "tune": self.tune}
-        if self.tune == "lora":
+        if self.target_modules is not None:
             targets = self.target_modules
-            plain |= {
-                "target_modules": targets if isinstance(targets, str) else list(targets or ()),
-                "bias": self.bias,
-            }
+            plain["target_modules"] = targets if isinstance(targets, str) else list(targets)
+        if self.tune == "lora":
+            plain["bias"] = self.bias
+        if self.columns is not None:
+            plain["columns"] = self.columns
         if self.add_bias:
             plain["add_bias"] = True
         return plain
@@ -234,6 +252,10 @@ def _group_items(config: Any, stack: Stack, reference: int) -> list[Mapping]:
 def _make_stratum(item: Mapping, stack: Stack, config: Any) -> Stratum:
     layers = tuple(layer_indices(item["layers"], stack))
     tune = item["tune"]
+    if tune == "columns":
+        targets = item.get("target_modules", config.target_modules) or "all-linear"
+        targets = targets if isinstance(targets, str) else tuple(sorted(targets))
+        return Stratum(stack, layers, tune, targets, columns=item.get("columns", config.columns))
     if tune not in ("lora", "bitfit"):
         return Stratum(stack, layers, tune)
     add_bias = bool(item.get("add_bias", config.add_bias))

@@ -11,6 +11,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer, check_target_module_exists
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from peft_surgical.copies.columns import draw_columns
 from peft_surgical.copies.select import Owner, base_modules, bottom, original_tensor, owners
 from peft_surgical.layers import Layer
 from peft_surgical.methods.resolve import Matching, Resolution, check_has_values, is_left_out
@@ -44,30 +45,38 @@ def _is_bias_term(module: nn.Module, name: str) -> bool:
 
 def choose(strata: Sequence[Stratum], config: Any) -> Resolution:
     """What strata mean on the model that their layers belong to."""
-    all_lora: set[str] = set()
+    all_matched: set[str] = set()
+    lora: set[str] = set()
+    columns: dict[str, list[int]] = {}
     copies: dict[str, list[str]] = {}
     in_place: set[str] = set()
     for stratum in strata:
         for layer in stratum.modules:
-            lora = lora_paths(stratum, layer, config)
-            all_lora.update(lora)
-            for path, (owner, names) in copied_tensors(stratum, layer, lora, config).items():
+            matched = target_paths(stratum, layer, config)
+            all_matched.update(matched)
+            if stratum.tune == "columns" and stratum.columns is not None:
+                for path, module in matched.items():
+                    copies[path] = ["weight"]
+                    columns[path] = draw_columns(path, _linear(path, module), stratum.columns, config.columns_seed)
+                continue
+            lora.update(matched)
+            for path, (owner, names) in copied_tensors(stratum, layer, matched, config).items():
                 copies[path] = names
                 if owner.has_parts or path == layer.path:
                     in_place.add(path)
-    _check_targets(strata, all_lora)
-    return Resolution(copies, frozenset(in_place), frozenset(all_lora))
+    _check_targets(strata, all_matched)
+    return Resolution(copies, frozenset(in_place), frozenset(lora), columns)
 
 
-def lora_paths(stratum: Stratum, layer: Layer, config: Any) -> list[str]:
-    """The paths of the modules of a layer that get LoRA."""
-    if stratum.tune != "lora":
-        return []
-    found = [
-        path
+def target_paths(stratum: Stratum, layer: Layer, config: Any) -> dict[str, nn.Module]:
+    """The modules of a layer that get LoRA, or trained columns, by path."""
+    if stratum.target_modules is None:
+        return {}
+    found = {
+        path: module
         for path, module in base_modules(layer.path, layer.module)
         if _is_target(path, module, stratum) and not is_left_out(path, config)
-    ]
+    }
     if not found:
         raise ValueError(
             f"Layer {layer.index} of the {stratum} has none of target_modules={stratum.target_modules!r}. Linear "
@@ -130,6 +139,12 @@ def _is_target(path: str, module: nn.Module, stratum: Stratum) -> bool:
         return isinstance(module, (nn.Linear, Conv1D))
     matching = Matching(list(targets) if isinstance(targets, tuple) else targets, None, None)
     return bool(check_target_module_exists(matching, path))
+
+
+def _linear(path: str, module: nn.Module) -> nn.Module:
+    if not isinstance(module, (nn.Linear, Conv1D)):
+        raise ValueError(f"{path} is a {type(module).__name__}; columns are trained of linear modules alone.")
+    return module
 
 
 def _is_inside(path: str, place: str) -> bool:
