@@ -11,7 +11,8 @@ from rich.console import Console
 
 from peft_surgical.cli.common import show_metrics, show_ranking, show_start, show_table, size
 from peft_surgical.cli.plan import plan_lines
-from peft_surgical.training.job import CAUSAL_LM, TrainingJob
+from peft_surgical.training.job import TrainingJob
+from peft_surgical.training.kinds import CAUSAL_LM
 
 
 if TYPE_CHECKING:

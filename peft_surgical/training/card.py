@@ -19,7 +19,8 @@ from peft_surgical.methods.card import CARD_FILE, TAG, AdapterCard, loading_code
 from peft_surgical.methods.config import DeltaConfig
 from peft_surgical.ranking.ranking import LayerRanking
 from peft_surgical.training.data import Parts
-from peft_surgical.training.job import CAUSAL_LM, JOB_FILE, TrainingJob
+from peft_surgical.training.job import JOB_FILE, TrainingJob
+from peft_surgical.training.kinds import CAUSAL_LM
 from peft_surgical.training.methods import METHODS
 from peft_surgical.training.options import check_writable
 

@@ -22,7 +22,8 @@ from peft_surgical.distributed import shard_by_layer, this_process
 from peft_surgical.training.card import METRICS_FILE
 from peft_surgical.training.common import JointCheckpoints, load_tokenizer, load_trained, max_length
 from peft_surgical.training.data import Task, find_split, read_splits
-from peft_surgical.training.job import CAUSAL_LM, TrainingJob
+from peft_surgical.training.job import TrainingJob
+from peft_surgical.training.kinds import CAUSAL_LM
 from peft_surgical.training.prepare import require_metrics, require_trl, split_by_use
 from peft_surgical.training.tasks import encode, make_task
 

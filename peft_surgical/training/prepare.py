@@ -22,7 +22,8 @@ from peft_surgical.ranking.rank import LayerRanking, rank_layers
 from peft_surgical.ranking.scores import AGGREGATIONS, find_score
 from peft_surgical.training.common import load_classifier, load_tokenizer, max_length
 from peft_surgical.training.data import Parts, Task, read_splits, split_rows
-from peft_surgical.training.job import CAUSAL_LM, TrainingJob
+from peft_surgical.training.job import TrainingJob
+from peft_surgical.training.kinds import CAUSAL_LM, check_kind
 from peft_surgical.training.methods import METHODS
 from peft_surgical.training.options import flag
 from peft_surgical.training.tasks import encode, make_task
@@ -65,7 +66,7 @@ def prepare(job: TrainingJob) -> Prepared:
             label_column=job.label_column,
             kind=job.task,
         )
-        job.check_kind(task.kind)
+        check_kind(job, task.kind)
         parts = split_by_use(task, job)
     if task.kind == CAUSAL_LM:
         require_trl()

@@ -11,7 +11,8 @@ from transformers import TrainerState
 
 from peft_surgical import __version__
 from peft_surgical.training.data import Parts, Task
-from peft_surgical.training.job import CAUSAL_LM, TrainingJob
+from peft_surgical.training.job import TrainingJob
+from peft_surgical.training.kinds import CAUSAL_LM
 
 
 _LIBRARIES = ("torch", "transformers", "peft", "accelerate", "datasets")

@@ -32,7 +32,8 @@ from peft_surgical.training.evaluation import (
     precision_restored,
     shared_arguments,
 )
-from peft_surgical.training.job import CAUSAL_LM, TrainingJob
+from peft_surgical.training.job import TrainingJob
+from peft_surgical.training.kinds import CAUSAL_LM, LOWER_IS_BETTER
 from peft_surgical.training.methods import METHODS, adapt
 from peft_surgical.training.options import write_text
 from peft_surgical.training.prepare import prepare, rank
@@ -244,7 +245,7 @@ def training_arguments(job: TrainingJob, model: nn.Module, metric: str | None, k
             "eval_strategy": "epoch",
             "load_best_model_at_end": True,
             "metric_for_best_model": f"eval_{metric}",
-            "greater_is_better": metric not in ("loss", "perplexity"),
+            "greater_is_better": metric not in LOWER_IS_BETTER,
         }
     if job.method != "full":
         # all that is trained takes part in each step, but for experts that get no token
