@@ -70,7 +70,10 @@ class TrainingJob:
     ] = None
     layers: Annotated[
         str | tuple[int | str, ...] | None,
-        Option("The layers to tune: 3,5,-1 or 4-9 or spread:5, middle:5, last:25%. Default: every other layer."),
+        Option(
+            "The layers to tune: 3,5,-1 or 4-9 or spread:5, middle:5, last:25%; or auto: every other, the middle and "
+            "the last ones in turn, and what is best on held-out rows is kept. Default: every other layer."
+        ),
     ] = None
     preset: Annotated[str | None, _METHOD("A SPAFIT model of the paper, such as SPAFIT-4-9-II.")] = None
     n1: Annotated[

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
-from peft_surgical.training.methods import METHODS, OF_A_RANKING
+from peft_surgical.training.methods import AUTO, METHODS, OF_A_RANKING
 
 
 @dataclass(frozen=True)
@@ -91,6 +91,8 @@ def check_together(job: Any) -> None:
         for name in ("top_k", "ranking", "score"):
             if getattr(job, name) is not None:
                 raise ValueError(f"--layers {job.layers} and {flag(name)} both choose the layers. Drop one.")
+    if job.layers == AUTO and job.select_on == "none":
+        raise ValueError("--layers auto keeps what is best on the rows that --select-on none does not keep. Drop one.")
     if job.ranking is not None and job.score is not None:
         raise ValueError(f"--ranking {job.ranking} and --score {job.score} both rank the layers. Drop one.")
     if job.method == "spafit":
