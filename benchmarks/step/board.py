@@ -7,7 +7,7 @@
 The set-up is that of `method_comparison/MetaMathQA` of huggingface/peft (commit 5d602fd): a model in bfloat16,
 adapters in PEFT's dtype (float32) and full fine-tuning in bfloat16, batches of 4, AdamW of PyTorch with a weight decay
 of 0.1, gradients clipped to a norm of 1, no gradient checkpointing, buckets of 20 batches sorted from long to short,
-the cache of the allocator emptied every 10 steps. The weights and tokens are random. Lengths are drawn from a lognormal
+the cache of the allocator emptied every 10 steps. Weights and tokens are random. Lengths are drawn from a lognormal
 distribution cut at 650 tokens: its mean is the 209.9 tokens a row of the published runs, its width and cut give the
 ratios of their mean, 99th percentile and peak of memory. All methods see the same batches, one method at a time: the
 first 80 of the 5000 of a run, and at last the longest, which makes the peak.
@@ -71,7 +71,7 @@ PUBLISHED = {  # NVIDIA L40S, torch 2.13.0, transformers 5.13.1, July 2026; resu
     "full": ("full-finetuning--llama-3.2-3B-lr_0.00001", 0.36259, 38_868_615_168, 34_338_935_878, 6_425_499_648),
 }
 BATCH, BATCHES_OF_BUCKET, BUCKETS, EMPTY_CACHE_EVERY = 4, 20, 250, 10
-MEAN, WIDTH, LONGEST = 209.9, 0.35, 650  # tokens a row
+LOG_MEDIAN, WIDTH, LONGEST = 5.285, 0.35, 650  # of the tokens of a row, 209.9 in the mean
 
 
 @dataclass(frozen=True)
@@ -136,12 +136,11 @@ METHODS = [
 def draw_lengths(buckets: int) -> list[list[int]]:
     """The lengths of the rows of each batch, in the order of training."""
     draw = random.Random(0)
-    mu = 5.285  # of the cut distribution the mean is MEAN
     lengths: list[list[int]] = []
     for _ in range(buckets):
         bucket: list[int] = []
         while len(bucket) < BATCH * BATCHES_OF_BUCKET:
-            length = round(draw.lognormvariate(mu, WIDTH))
+            length = round(draw.lognormvariate(LOG_MEDIAN, WIDTH))
             bucket += [length] * (length <= LONGEST)
         bucket.sort(reverse=True)
         lengths += [bucket[i : i + BATCH] for i in range(0, len(bucket), BATCH)]
