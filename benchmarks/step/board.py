@@ -129,7 +129,7 @@ METHODS = [
     Method("plain freezing, 6 of 28, bf16", half=True, frozen=_freeze_all_but("spread:6")),
     Method("SPAFIT-4-10", SPAFIT),
     Method("rotating, 2 of 28 at a time", _surgical("all"), rotate=RotateLayers(2, every=20)),
-    Method("rotating, 2 of 28 at a time, bf16", _surgical("all"), half=True, rotate=RotateLayers(2, every=20)),
+    Method("rotating, bf16 at rest", _surgical("all"), rotate=RotateLayers(2, every=20, round_at_rest=True)),
 ]
 
 
