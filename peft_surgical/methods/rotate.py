@@ -103,6 +103,8 @@ class RotateLayers(TrainerCallback):
                 "or choose more in its config."
             )
         self._check_optimizer(model, optimizer)
+        if engine_of(model) == "FSDP2":
+            self._check_options_of_fsdp2(args)
         if state.global_step % self.every:
             self._check_checkpoint(state.global_step, optimizer)
         if self.round_at_rest:
@@ -155,8 +157,15 @@ class RotateLayers(TrainerCallback):
                 "RotateLayers needs an optimizer that was made while all layers of the adapter were trainable, and "
                 "holds their own tensors. FSDP1 and DeepSpeed put others in their places: use DDP or FSDP2."
             )
-        if self.round_at_rest and engine_of(model) == "FSDP2":
+
+    def _check_options_of_fsdp2(self, args: Any) -> None:
+        if self.round_at_rest:
             raise ValueError("round_at_rest=True changes the dtype of tensors, which FSDP2 does not allow.")
+        if args.save_strategy != "no" and not args.save_only_model:
+            raise ValueError(
+                "Under FSDP2 no optimizer state can be loaded that lacks some layers, so a training with RotateLayers "
+                "cannot be resumed with it. Save checkpoints without: save_only_model=True, or save_strategy='no'."
+            )
 
     def _check_checkpoint(self, step: int, optimizer: Any) -> None:
         """Check that a training may go on inside a turn."""
