@@ -10,6 +10,7 @@ from peft_surgical.convert.pack import pack_checkpoints
 from peft_surgical.distributed import shard_by_layer
 from peft_surgical.layers import find_stacks, resolve_layers
 from peft_surgical.methods.hotswap import prepare_model_for_hotswap
+from peft_surgical.methods.rotate import RotateLayers
 from peft_surgical.methods.stratified.model import StratifiedConfig, StratifiedModel
 from peft_surgical.methods.surgical import SurgicalConfig, SurgicalModel
 from peft_surgical.methods.trainer import BestAdapterCallback, choose_layers, parameter_groups
@@ -26,6 +27,7 @@ __all__ = [
     "DeltaBank",
     "LayerRanking",
     "RankingCallback",
+    "RotateLayers",
     "StratifiedConfig",
     "StratifiedModel",
     "SurgicalConfig",

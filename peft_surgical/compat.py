@@ -80,6 +80,11 @@ PRIVATE_NAMES: dict[str, tuple[str, ...]] = {
         "_global_forward_hooks",
         "_global_forward_pre_hooks",
     ),
+    "torch.nn.parallel:DistributedDataParallel": (
+        "_build_debug_param_to_name_mapping",
+        "_build_params_for_reducer",
+        "_ddp_init_helper",
+    ),
     "torch.utils._python_dispatch": ("TorchDispatchMode",),
     "torch.utils._pytree": ("TreeSpec", "tree_flatten", "tree_unflatten"),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 from peft.utils.integrations import gather_params_ctx
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from peft_surgical.layers import find_stacks, unwrap
 
@@ -116,6 +118,22 @@ def check_not_prepared(model: nn.Module, action: str, *, but_for: str | None = N
             f"The model is prepared for {engine} already: {action} comes first, "
             "accelerator.prepare(model) or Trainer.train() second."
         )
+
+
+def ddp_around(model: nn.Module) -> DistributedDataParallel | None:
+    """The wrapper of DDP around a model; who prepares a model for it has no other way to show it to those inside."""
+    if world_size() == 1:
+        return None
+    wrappers = (thing for thing in gc.get_objects() if type(thing) is DistributedDataParallel)
+    return next((wrapper for wrapper in wrappers if unwrap(wrapper) is unwrap(model)), None)
+
+
+def renew_reducer(ddp: DistributedDataParallel) -> None:
+    """Let DDP reduce the gradients of what is trainable now. Its reducer is made once, of what was trainable then, and
+    would wait for the others' gradients."""
+    parameters, are_sparse = ddp._build_params_for_reducer()
+    names = ddp._build_debug_param_to_name_mapping(parameters)
+    ddp._ddp_init_helper(parameters, are_sparse, names, ddp.static_graph)
 
 
 def check_same_weights(model: nn.Module) -> None:

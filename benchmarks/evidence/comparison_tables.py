@@ -8,7 +8,7 @@ import numpy as np
 
 from benchmarks.common.table_format import INTERVALS, MISSING, number, points, table
 from benchmarks.evidence import criteria, methods, plans
-from benchmarks.evidence.findings import Difference, Results, fewest_layers
+from benchmarks.evidence.findings import TRIED, Difference, Results, fewest_layers
 from benchmarks.evidence.jobs import RANDOM_DRAWS
 from benchmarks.evidence.tasks import TASKS
 
@@ -205,6 +205,42 @@ def best_seed(results: Results) -> str:
             found.append(f"{number(Difference(ahead).mean, sign=True)} ± {number(Difference(ahead).over_tasks)}")
         rows.append([plan, *found])
     return table([f"best of {len(results.seeds)} seeds of", "minus full ± over tasks", f"without {noisiest}"], rows)
+
+
+def short_trials(results: Results) -> str:
+    """The best of three, chosen after some epochs of each (of full-length schedules), against chosen at the end."""
+
+    def tried(task: str, seed: int) -> list[dict]:
+        return [run for score in TRIED["trial"] if (run := results.run(f"{score}:{results.k}", task, seed))]
+
+    def chosen(runs: list[dict], epochs: int) -> dict:
+        return max(runs, key=lambda run: max(row[run["metric"]] for row in run["history"][:epochs]))
+
+    cells = {task: [runs for seed in results.seeds if len(runs := tried(task, seed)) == 3] for task in results.tasks}
+    rows = []
+    for name in ("1", "2", "3", "half"):
+        found: list[list[list[float]]] = [[], []]
+        same, cost = [], []
+        for task, seeds in cells.items():
+            epochs = results.sizes[task]["epochs"]
+            epochs = -(-epochs // 2) if name == "half" else min(int(name), epochs)
+            pairs = [(chosen(runs, epochs), [chosen(runs, 99), runs[0]]) for runs in seeds]
+            for against, other in zip(found, (0, 1), strict=True):
+                against.append([100 * (_metric(kept) - _metric(others[other])) for kept, others in pairs])
+            same += [kept is others[0] for kept, others in pairs]
+            cost += [
+                (sum(min(epochs, n) for n in lengths) + max(0, len(kept["history"]) - epochs)) / sum(lengths)
+                for (kept, _), runs in zip(pairs, seeds, strict=True)
+                for lengths in [[len(run["history"]) for run in runs]]
+            ]
+        shares = [f"{np.mean(cost):.0%}", f"{np.mean(same):.0%}"]
+        rows.append([f"{name}", *shares, *(str(Difference(against)) for against in found)])
+    header = ["epochs of each", "of the cost", "the same choice", f"minus chosen at the end {INTERVALS}"]
+    return table([*header, "minus every other layer"], rows)
+
+
+def _metric(run: dict) -> float:
+    return run["validation"][run["metric"]]
 
 
 def random_draws(results: Results) -> str:

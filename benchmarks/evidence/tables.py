@@ -84,6 +84,7 @@ TABLES: dict[str, Callable[[Results], str]] = {
     "criteria": comparisons.criteria_table,
     "criteria-rule": comparisons.criteria_rule,
     "later-seeds": comparisons.later_seeds,
+    "short-trials": comparisons.short_trials,
     "best-seed": comparisons.best_seed,
     "random-draws": comparisons.random_draws,
     "criteria-by-task": comparisons.criteria_by_task,

@@ -23,7 +23,7 @@ from peft_surgical.files.adapter import PACKED, SEPARATOR, Entry, entries, metho
 from peft_surgical.files.base import check_base, describe_base
 from peft_surgical.files.check import check_tensors, decoded_shapes, read_header
 from peft_surgical.files.encodings import find_encoding, unpack
-from peft_surgical.files.safetensors_io import DTYPES, Header, checksum, download
+from peft_surgical.files.safetensors_io import DTYPES, READERS, Header, checksum, download
 from peft_surgical.methods.config import DeltaConfig, naming_adapter, read_config
 from peft_surgical.methods.heads import head_names, head_shapes, label_settings
 from peft_surgical.methods.stratified.config import CHANGES_BASE
@@ -35,8 +35,8 @@ from peft_surgical.names import PREFIX, CopyName
 _CHOICES = ("layers", "target_modules", "exclude_modules", "extra_modules", "dequantize")
 """The fields of a `SurgicalConfig` that say what is tuned."""
 
-_READERS, _WORTH_A_READER = 4, 2**24
-"""Threads that read a file, at most, and the bytes for which another one is worth its start."""
+_WORTH_A_READER = 2**24
+"""Bytes for which another thread that reads is worth its start."""
 
 
 class TaskFile:
@@ -72,12 +72,11 @@ class TaskFile:
         """Read tensors into their places in a buffer on the CPU, packed ones unpacked, others without a copy."""
         data = buffer.numpy()
         names = list(layout.specs)
-        readers = min(_READERS, 1 + layout.nbytes // _WORTH_A_READER, len(names))
+        readers = min(READERS, 1 + layout.nbytes // _WORTH_A_READER, len(names))
         try:
             if readers < 2:
                 self._read_some(names, layout, data)
                 return
-            # from the page cache one thread reads at half of what the memory gives, or less
             with ThreadPoolExecutor(readers) as pool:
                 list(pool.map(lambda n: self._read_some(names[n::readers], layout, data), range(readers)))
         except (OSError, ValueError) as error:

@@ -225,6 +225,14 @@ def show_ranking(console: Console, run: TrainingRun) -> None:
             console.print(describe_strata_by_rank(ranking, run.job.group_2), soft_wrap=True)
 
 
+def show_tried(console: Console, tried: dict[str, Any]) -> None:
+    """Show the choices of layers that are tried in turn, and what came of them so far."""
+    from peft_surgical.training.results import describe_tried
+
+    console.print(f"\nChoices of layers, and the best {tried['metric']} of each on the rows that choose:")
+    console.print(describe_tried(tried), markup=False, soft_wrap=True)
+
+
 def show_metrics(
     console: Console,
     metrics: Mapping[str, float],

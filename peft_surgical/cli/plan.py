@@ -26,7 +26,10 @@ def plan(console: Console, job: TrainingJob) -> None:
         show_ranking(console, run)
 
     found = plan(job, begin)
-    show_table(console, plan_lines(found))
+    lines = plan_lines(found)
+    if found.seconds is not None and found.choices and job.max_steps < 1:
+        lines.append(("In all", f"{_describe_time(found.seconds * job.epochs)}: {job.epochs:g} epochs of each choice"))
+    show_table(console, lines)
     if found.needs is None:
         raise ValueError("No batch of this job fits the device, not even one row. Tune fewer layers, or take LoRA.")
 
@@ -55,8 +58,12 @@ def plan_lines(plan: Plan) -> list[tuple[str, str]]:
     if plan.layer is not None:
         held = (plan.layer if memory.copies else 0) + plan.layer * (1 + memory.optimizer / memory.gradients)
         rows.append(("Or", f"{size(held)} less for each layer less"))
+    for choice, one in plan.choices.items():
+        took = "" if one.seconds is None else f", an epoch {_describe_time(one.seconds)}"
+        rows.append((choice, f"{describe_layers({'layers': one.layers})}: {size(one.memory.total)}{took}"))
     if plan.seconds is not None:
-        rows.append(("An epoch", f"{_describe_time(plan.seconds)} of training steps"))
+        of_all = f", of the {len(plan.choices)} choices together" if plan.choices else ""
+        rows.append(("An epoch", f"{_describe_time(plan.seconds)} of training steps{of_all}"))
     return rows
 
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import shlex
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
-from peft_surgical.cli.common import show_metrics, show_ranking, show_start, show_table, size
+from peft_surgical.cli.common import check_plot, show_metrics, show_ranking, show_start, show_table, show_tried, size
 from peft_surgical.cli.plan import plan_lines
-from peft_surgical.training.job import CAUSAL_LM, TrainingJob
+from peft_surgical.training.job import TrainingJob
+from peft_surgical.training.kinds import CAUSAL_LM
+from peft_surgical.training.methods import AUTO
 
 
 if TYPE_CHECKING:
@@ -35,6 +38,13 @@ def train(
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Empty the output folder first.", rich_help_panel="The run")
     ] = False,
+    plot: Annotated[
+        Path | None,
+        typer.Option(
+            help="With --layers auto: draw what was tried against what it took, here (.png, .pdf, .svg).",
+            rich_help_panel="The run",
+        ),
+    ] = None,
 ) -> None:
     """Tune a model on a task: rank the layers, tune the chosen ones, keep the best checkpoint, save what changed.
 
@@ -49,33 +59,48 @@ def train(
     from peft_surgical.training.progress import ProgressLines, StepBar
     from peft_surgical.training.run import TrainingRun
 
+    check_plot("--plot", plot)
+    if plot is not None and job.layers != AUTO:
+        raise ValueError("--plot draws the choices that --layers auto tries. Drop it, or say --layers auto.")
     run = TrainingRun(job, resume=resume, overwrite=overwrite)
     if run.finished is not None:
         console.print(f"The run in {job.output} is finished; more --epochs would go on with it. Its results:")
-        _show_end(console, job, run.finished)
+        _show_end(console, job, run.finished, plot)
         return
     show_start(console, run)
+    current = run
+
+    def begin(part: TrainingRun) -> None:
+        nonlocal current
+        current = part
+        if run.tried:
+            show_tried(console, run.tried)
+            console.print(f"\nNow {part.job.layers}:")
+        part.adapt()
+        if this_process().num_processes == 1:  # several may share what is counted here as one's
+            show_table(console, plan_lines(plan_before_steps(part)))
+        if part.checkpoint is not None:
+            console.print(f"Going on from {describe_checkpoint(part)}.")
+
     try:
         show_ranking(console, run)
-        run.adapt()
-        if this_process().num_processes == 1:  # several may share what is counted here as one's
-            show_table(console, plan_lines(plan_before_steps(run)))
-        if run.checkpoint is not None:
-            console.print(f"Going on from {describe_checkpoint(run)}.")
         if not console.quiet:
             seconds = 0 if console.is_terminal else SECONDS_BETWEEN_LINES
             lines = ProgressLines(tqdm.write, run.metric, steps=job.log_every, seconds=seconds)
             run.callbacks = [lines, *([StepBar()] if console.is_terminal else [])]
-        run.fit()
+        run.fit(begin)
         results = run.finish()
     except KeyboardInterrupt:
+        place = describe_checkpoint(current)
+        if current is not run:
+            is_done = "seconds" in run.tried["choices"][choice := current.job.layers]
+            place = f"the end of {choice}" if is_done else f"{choice}, {place}"
         console.print(
-            f"\nInterrupted. To go on from {describe_checkpoint(run)}:\n"
-            f"peft-surgical train --output {shlex.quote(job.output)} --resume",
+            f"\nInterrupted. To go on from {place}:\npeft-surgical train --output {shlex.quote(job.output)} --resume",
             soft_wrap=True,
         )
         raise typer.Exit(130) from None
-    _show_end(console, job, results)
+    _show_end(console, job, results, plot)
 
 
 def describe_checkpoint(run: TrainingRun) -> str:
@@ -89,7 +114,9 @@ def describe_checkpoint(run: TrainingRun) -> str:
     return f"step {state['global_step']:,}, epoch {state['epoch']:.3g} of {run.job.epochs:.3g}"
 
 
-def _show_end(console: Console, job: TrainingJob, results: dict[str, Any]) -> None:
+def _show_end(console: Console, job: TrainingJob, results: dict[str, Any], plot: Path | None) -> None:
+    from peft_surgical.distributed import this_process
+    from peft_surgical.ranking.plots import plot_tried
     from peft_surgical.training.card import describe_layers, describe_selection, share
 
     evaluation = dict(results["evaluation"])
@@ -106,6 +133,12 @@ def _show_end(console: Console, job: TrainingJob, results: dict[str, Any]) -> No
         for row in results["answers"]:
             show_table(console, [("asked", row["prompt"]), ("answered", row["answer"]), ("data", row["reference"])])
             console.print()
+    if results.get("tried"):
+        show_tried(console, results["tried"])
+        if plot is not None and this_process().is_main_process:
+            plot_tried(str(plot), results["tried"])
+            console.print(f"Plotted {plot}")
+        console.print()
     trained, total = results["parameters"]["trained"], results["parameters"]["total"]
     rows = [
         ("Chosen", describe_selection(results)),

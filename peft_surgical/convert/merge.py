@@ -7,6 +7,7 @@ import functools
 import os
 import shutil
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +23,7 @@ from peft_surgical.files.adapter import AdapterFile, method_of, touched_names
 from peft_surgical.files.base import check_base
 from peft_surgical.files.check import checked
 from peft_surgical.files.checkpoint import TASKS, Checkpoint, ModelTensors, architecture_of, bare_class_of, empty_model
-from peft_surgical.files.safetensors_io import write_checkpoint, written_aside
+from peft_surgical.files.safetensors_io import READERS, write_checkpoint, written_aside
 from peft_surgical.methods.config import DeltaConfig, naming_adapter, open_adapter
 from peft_surgical.methods.heads import apply_label_settings
 
@@ -237,20 +238,19 @@ class _Merge:
 
     def changes(self) -> dict[str, torch.Tensor]:
         """The tensors that are not the base's own, which must be of its names and shapes."""
-        found = {}
-        for name, source in self.names.items():
-            if not any(self._replacement(own) for own in self.old.names.get(source, [source])):
-                continue
-            if name not in self.before or self._meta(source).shape != self.before.meta(name).shape:
+
+        def read(name: str) -> torch.Tensor:
+            if name not in self.before or self._meta(self.names[name]).shape != self.before.meta(name).shape:
                 raise ValueError(f"The adapter has another {name!r} than {self.before.source}. Merge it.")
-            found[name] = self._value(source).to(self.before.meta(name).dtype)
-        return found
+            return self._value(self.names[name]).to(self.before.meta(name).dtype)
+
+        changed = [n for n, s in self.names.items() if any(map(self._replacement, self.old.names.get(s, [s])))]
+        with ThreadPoolExecutor(READERS) as pool:  # reading is mostly to look at checksums
+            return dict(zip(changed, pool.map(read, changed), strict=True))
 
     def write(self, folder: Path, dtype: torch.dtype | None, max_shard_size: int | None, progress: bool) -> None:
-        plan: dict[str, torch.Tensor] = {}
-        for name, source in self.names.items():
-            stored = self._meta(source)
-            plan[name] = stored.to(dtype) if dtype and stored.is_floating_point() else stored
+        stored = {name: self._meta(source) for name, source in self.names.items()}
+        plan = {n: meta.to(dtype) if dtype and meta.is_floating_point() else meta for n, meta in stored.items()}
         place = None if max_shard_size else self._place()
         folder.mkdir(parents=True, exist_ok=True)
         with tqdm(total=len(plan), disable=not progress, desc="Merging") as bar:

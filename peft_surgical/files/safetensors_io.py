@@ -45,6 +45,7 @@ DTYPES = {
 }
 _INDEX = "model.safetensors.index.json"
 HEADER = "peft_surgical"  # the entry in a file's metadata that holds a `Header`
+READERS = 4  # threads that read a file: one reads at half of what the memory gives, or less
 _PAGE = 4096  # bytes
 _ASIDE = ".writing"
 

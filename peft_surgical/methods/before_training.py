@@ -80,7 +80,8 @@ def warn_of_surprises(tuner: Any, frozen_on_purpose: Collection[str] = ()) -> No
             "model.eval().",
             stacklevel=2,
         )
-    if frozen := [name for name, parameter in declared.items() if not parameter.requires_grad]:
+    resting = {id(parameter) for parameter in tuner.resting}
+    if frozen := [name for name, p in declared.items() if not p.requires_grad and id(p) not in resting]:
         warnings.warn(
             f"{len(frozen)} of the {len(declared)} tensors that the adapters {active} train are frozen, e.g. "
             f"{frozen[0]}: something froze them after the adapter was made, as prepare_model_for_kbit_training does. "

@@ -127,7 +127,19 @@ class BestAdapterCallback(TrainerCallback):
 
 
 CHOICES = ("alternate:40%", "middle:40%", "last:40%")
-"""The choices of layers that differ most and none of which looks at the data."""
+"""The choices of layers that differ most and none of which looks at the data; the one to take without trying first."""
+
+
+def best_choice(values: Mapping[str, float], *, larger_is_better: bool) -> str | None:
+    """The choice with the best value, of equal ones the first; None if there is no finite value.
+
+    Example:
+
+        >>> best_choice({"a": 0.8, "b": 0.9, "c": 0.9, "d": math.nan}, larger_is_better=True)
+        'b'
+    """
+    finite = {choice: value for choice, value in values.items() if math.isfinite(value)}
+    return (max if larger_is_better else min)(finite, key=finite.__getitem__, default=None)
 
 
 @dataclass(frozen=True)
@@ -202,9 +214,9 @@ def choose_layers(
         if name not in measured:
             raise KeyError(f"The trainer does not measure {name!r}; it gives {sorted(measured)}.")
         values[choice], seconds[choice] = float(measured[name]), time.perf_counter() - started
-        larger = trainer.args.greater_is_better if metric is None else None
-        sign = 1 if (not name.endswith("loss") if larger is None else larger) else -1
-        if math.isfinite(values[choice]) and (best is None or sign * values[choice] > sign * values[best.layers]):
+        told = trainer.args.greater_is_better if metric is None else None
+        larger = not name.endswith("loss") if told is None else told
+        if best_choice(values, larger_is_better=larger) == choice:
             best = TriedLayers(trainer, choice, name, values, seconds)
         del trainer  # the memory is needed for the next one
     if best is None:

@@ -49,6 +49,8 @@ class DeltaTuner(SavedState, BaseTuner):
     _copied: dict[int, nn.Parameter] = {}  # of the adapter being made, by id of the base's tensor
     _is_trained_set_checked = False
     _base_on_host: BaseOnHost | None = None
+    resting: Sequence[nn.Parameter] = ()
+    """What `RotateLayers` does not train at present; nothing else makes it trainable."""
     _flags: list[tuple[nn.Parameter, bool]] | None = None  # which were trainable, while adapters are disabled
 
     # ---- before the model is changed
@@ -201,6 +203,8 @@ class DeltaTuner(SavedState, BaseTuner):
         self._flags = None  # what is set now holds, also if the adapters are disabled
         change = self._frozen_on_purpose.union if frozen else self._frozen_on_purpose.difference
         self._frozen_on_purpose = change(adapter_names)
+        for parameter in self.resting:
+            parameter.requires_grad_(False)
         self._is_trained_set_checked = False
 
     def _enable_adapter_layers(self, enabled: bool = True) -> None:

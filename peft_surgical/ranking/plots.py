@@ -1,9 +1,9 @@
-"""Pictures of rankings. matplotlib is imported only when one is drawn."""
+"""Pictures of rankings, and of choices of layers that were tried. matplotlib is imported only when one is drawn."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from textwrap import fill
 from typing import Any
@@ -62,6 +62,25 @@ def plot_ranks(path: Path_, ranks: Sequence[Sequence[int]], names: Sequence[str]
     right.set_xticklabels(names)
     if not any(bottom):
         right.set_ylim(0, 1)
+    _save(figure, path)
+
+
+def plot_tried(path: Path_, tried: Mapping[str, Any]) -> None:
+    """Draw how good each choice of layers was after each epoch, against the seconds that it had taken."""
+    figure, axes = _figure(width=6.4)
+    for choice, found in tried["choices"].items():
+        pace = found["seconds"] / max(1, found["steps"])
+        kept = choice == tried["kept"]
+        label = f"{choice}: {', '.join(map(str, found['layers']))}{' (kept)' * kept}"
+        line = {"linewidth": 2.2 if kept else 1.2, "alpha": 1 if kept else 0.7, "markersize": 3}
+        seconds, values = [step * pace for step, _ in found["history"]], [value for _, value in found["history"]]
+        (drawn,) = axes.plot(seconds, values, marker="o", label=label, **line)
+        if found["value"] is not None:
+            best = seconds[values.index(found["value"])]
+            axes.plot([best], [found["value"]], marker="o", markersize=9, color=drawn.get_color())
+    axes.set(xlabel="seconds of training", ylabel=f"{tried['metric']} on the held-out rows")
+    axes.set_title("Layers tried (large dot: the checkpoint of each choice)", fontsize="medium")
+    axes.legend(frameon=False, fontsize="small")
     _save(figure, path)
 
 

@@ -5,9 +5,12 @@ A folder in use is refused, an interrupted run can be resumed, and a finished on
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import logging
+import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +22,11 @@ from peft_surgical.methods.card import CARD_FILE, TAG, AdapterCard, loading_code
 from peft_surgical.methods.config import DeltaConfig
 from peft_surgical.ranking.ranking import LayerRanking
 from peft_surgical.training.data import Parts
-from peft_surgical.training.job import CAUSAL_LM, JOB_FILE, TrainingJob
+from peft_surgical.training.job import JOB_FILE, TrainingJob
+from peft_surgical.training.kinds import CAUSAL_LM
 from peft_surgical.training.methods import METHODS
 from peft_surgical.training.options import check_writable
+from peft_surgical.training.results import describe_tried
 
 
 logger = logging.getLogger(__name__)
@@ -65,7 +70,7 @@ def check_folder(job: TrainingJob, *, resume: bool = False, overwrite: bool = Fa
         return None
     if not any(_is_longer(name, getattr(old, name), now) for name, now in vars(job).items()):
         return json.loads((folder / METRICS_FILE).read_text(encoding="utf-8"))
-    if newest_checkpoint(folder / CHECKPOINTS) is None:
+    if not any(newest_checkpoint(place) for place in folder.rglob(CHECKPOINTS)):
         raise ValueError(
             f"--output {folder} holds a finished run without the checkpoints that it could go on from, which "
             "--keep-checkpoints keeps. Use --overwrite to start over."
@@ -88,6 +93,22 @@ def newest_checkpoint(folder: Path) -> Path | None:
         except (OSError, ValueError):
             logger.warning("%s is incomplete and is skipped.", checkpoint)
     return None
+
+
+def is_at_end(checkpoint: Path, steps: float) -> bool:
+    """Whether training was over with a checkpoint, after all steps that are asked for or early. A Trainer that goes on
+    from it would take one more step, or epoch, before it looks."""
+    state = json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
+    control = state["stateful_callbacks"]["TrainerControl"]["args"]
+    return control["should_training_stop"] and state["max_steps"] == math.ceil(steps)
+
+
+def remove_checkpoints(folder: Path) -> None:
+    """Remove the checkpoints of a folder, and the folder if it holds nothing else."""
+    for checkpoint in folder.glob("checkpoint-*"):
+        shutil.rmtree(checkpoint, ignore_errors=True)
+    with contextlib.suppress(OSError):  # TensorBoard's files are there
+        folder.rmdir()
 
 
 def write_model_card(
@@ -123,6 +144,9 @@ def write_model_card(
         )
     if results.get("answers"):
         notes += f"\n\n## Answers\n\nTo the first evaluation rows.\n\n{show_answers(results['answers'])}"
+    if results.get("tried"):
+        notes += "\n\n## Layers tried\n\nEach in turn; what was best on the rows that choose the checkpoint is kept."
+        notes += f"\n\n```text\n{describe_tried(results['tried'])}\n```"
     if ranking is not None:
         source = f"read from `{job.ranking}`" if job.ranking else "made on training rows before training"
         notes += f"\n\n## Which layers matter\n\nThe ranking was {source}.\n\n```text\n{ranking}\n```"

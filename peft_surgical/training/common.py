@@ -16,6 +16,13 @@ from peft_surgical.methods.heads import head_names
 from peft_surgical.training.job import TrainingJob
 
 
+class Diverged(ValueError):
+    """Training has led to a model whose outputs are no finite numbers."""
+
+    def __init__(self, what: str):
+        super().__init__(f"The model's {what} are not finite numbers: training diverged. Lower --learning-rate.")
+
+
 class JointCheckpoints(Trainer):
     """A Trainer whose checkpoints are complete only when each of the processes has written its part, and that sums up
     the losses of its steps, of this process alone: who shows them now and then has no others to wait for."""

@@ -20,9 +20,10 @@ from transformers import DataCollatorWithPadding, PrinterCallback, Trainer, Trai
 
 from peft_surgical.distributed import shard_by_layer, this_process
 from peft_surgical.training.card import METRICS_FILE
-from peft_surgical.training.common import JointCheckpoints, load_tokenizer, load_trained, max_length
+from peft_surgical.training.common import Diverged, JointCheckpoints, load_tokenizer, load_trained, max_length
 from peft_surgical.training.data import Task, find_split, read_splits
-from peft_surgical.training.job import CAUSAL_LM, TrainingJob
+from peft_surgical.training.job import TrainingJob
+from peft_surgical.training.kinds import CAUSAL_LM
 from peft_surgical.training.prepare import require_metrics, require_trl, split_by_use
 from peft_surgical.training.tasks import encode, make_task
 
@@ -206,7 +207,7 @@ def compute_metrics(outputs: Any, targets: Any) -> dict[str, float]:
         {'accuracy': 1.0, 'f1': 1.0, 'matthews': 1.0}
     """
     if not np.isfinite(outputs).all():
-        raise ValueError("The model's outputs are not finite numbers: training diverged. Lower --learning-rate.")
+        raise Diverged("outputs")
     if np.issubdtype(targets.dtype, np.floating):
         return _compare_amounts(outputs.reshape(len(targets)), targets)
     return _compare_classes(outputs.argmax(-1), targets, classes=outputs.shape[-1])

@@ -10,22 +10,15 @@ import json
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
-from typing import Annotated, Any, get_args, get_type_hints
+from typing import Annotated, Any
 
+from peft_surgical.training.kinds import CAUSAL_LM, LABELLED, METRICS, check_metric
 from peft_surgical.training.methods import METHODS
-from peft_surgical.training.options import Option, check_together, check_value, flag, methods_with, write_text
+from peft_surgical.training.options import Option, check_together, check_value, methods_with, options_of, write_text
 
 
 JOB_FILE = "job.json"
 CONFIG_FILE = "run.yaml"
-CAUSAL_LM = "causal-lm"
-
-METRICS: dict[str, tuple[str, ...]] = {
-    "classification": ("accuracy", "f1", "matthews"),
-    "regression": ("pearson", "spearman"),
-    CAUSAL_LM: ("perplexity",),
-}
-"""The metrics of each kind of task, the default one first."""
 
 
 _MODEL, _DATA, _METHOD, _RANKING, _CHOICE, _TRAINING = (
@@ -40,7 +33,6 @@ _RATES = ", ".join(
     for name, method in METHODS.items()
 )
 _LANGUAGE = partial(Option, panel="Language models", kinds=(CAUSAL_LM,))
-_LABELLED = (*METRICS,)[:2]
 _METRICS = "; ".join(", ".join(names) for names in METRICS.values())
 
 
@@ -78,7 +70,10 @@ class TrainingJob:
     ] = None
     layers: Annotated[
         str | tuple[int | str, ...] | None,
-        Option("The layers to tune: 3,5,-1 or 4-9 or spread:5, middle:5, last:25%. Default: every other layer."),
+        Option(
+            "The layers to tune: 3,5,-1 or 4-9 or spread:5, middle:5, last:25%; or auto: every other, the middle and "
+            "the last ones in turn, and what is best on held-out rows is kept. Default: every other layer."
+        ),
     ] = None
     preset: Annotated[str | None, _METHOD("A SPAFIT model of the paper, such as SPAFIT-4-9-II.")] = None
     n1: Annotated[
@@ -125,7 +120,7 @@ class TrainingJob:
         _RANKING(
             "Average the ranking over this many freshly drawn heads, and tell how much the order depends on the head; "
             "0: the head that training starts with.",
-            kinds=_LABELLED,
+            kinds=LABELLED,
         ),
     ] = 0
     stack: Annotated[str | None, _RANKING("Which stack of layers, for models with several (encoder, decoder).")] = None
@@ -135,7 +130,7 @@ class TrainingJob:
         tuple[str, ...],
         _DATA("Column with the text; twice for two texts. Found if not given.", names=("--text-column",)),
     ] = ()
-    label_column: Annotated[str | None, _DATA("Column with the label. Found if not given.", kinds=_LABELLED)] = None
+    label_column: Annotated[str | None, _DATA("Column with the label. Found if not given.", kinds=LABELLED)] = None
     task: Annotated[
         str | None,
         _DATA(f"{', '.join(METRICS)}. Inferred from the columns and labels if not given.", choices=METRICS),
@@ -216,9 +211,7 @@ class TrainingJob:
     def __post_init__(self) -> None:
         for name, (_, option) in job_options().items():
             check_value(name, getattr(self, name), option)
-        if self.metric is not None:
-            of_task = [names for kind, names in METRICS.items() if self.task in (None, kind)]
-            check_value("metric", self.metric, Option("", choices=[*sum(of_task, ()), "loss"]))
+        check_metric(self.metric, METRICS if self.task is None else [self.task])
         check_together(self)
 
     def learning_rate_for(self, kind: str) -> float:
@@ -237,30 +230,10 @@ class TrainingJob:
         """Whether layers are chosen by a ranking."""
         return METHODS[self.method].ranks(self.method_options)
 
-    def check_kind(self, kind: str) -> None:
-        """Check the options that only some kinds of task understand, once the data have told the kind.
-
-        Raises:
-            ValueError: An option is of another kind.
-        """
-        for field in dataclasses.fields(self):
-            kinds = job_options()[field.name][1].kinds
-            if kinds and kind not in kinds and getattr(self, field.name) != field.default:
-                raise ValueError(
-                    f"{flag(field.name)} has no meaning for {kind}, which the data are for; it goes with "
-                    f"{', '.join(kinds)}."
-                )
-        if kind == CAUSAL_LM and self.method == "head":
-            allowed = ", ".join(name for name in METHODS if name != "head")
-            raise ValueError(f"--method head: a language model has no head of a task; allowed are {allowed}.")
-        self.metric_for(kind)
-
     def metric_for(self, kind: str) -> str:
         """The metric that the best checkpoint of a kind of task is chosen by, if the one given is of that kind."""
-        allowed = (*METRICS[kind], "loss")
-        if self.metric is not None and self.metric not in allowed:
-            raise ValueError(f"--metric {self.metric}: for {kind} allowed are {', '.join(allowed)}.")
-        return self.metric or allowed[0]
+        check_metric(self.metric, [kind], f"for {kind} ")
+        return self.metric or METRICS[kind][0]
 
     def save(self, folder: str | Path) -> None:
         """Write the job into a folder, as `job.json`, and what can be run again elsewhere as `run.yaml`."""
@@ -296,5 +269,4 @@ class TrainingJob:
 @cache
 def job_options() -> dict[str, tuple[Any, Option]]:
     """The type of each field of `TrainingJob` and its option, by the field's name."""
-    hints = get_type_hints(TrainingJob, include_extras=True)
-    return {field.name: get_args(hints[field.name]) for field in dataclasses.fields(TrainingJob)}  # type: ignore[misc]
+    return options_of(TrainingJob)

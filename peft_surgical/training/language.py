@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PrinterCallba
 from trl import SFTConfig, SFTTrainer
 
 from peft_surgical.distributed import shard_by_layer, this_process
-from peft_surgical.training.common import JointCheckpoints, load_tokenizer, max_length
+from peft_surgical.training.common import Diverged, JointCheckpoints, load_tokenizer, max_length
 from peft_surgical.training.data import Task
 from peft_surgical.training.formats import as_plain_text, instruction_chat, split_prompt
 from peft_surgical.training.job import TrainingJob
@@ -176,7 +176,7 @@ def compute_perplexity(losses: np.ndarray, tokens: np.ndarray) -> dict[str, floa
         {'loss': 0.6931471805599453, 'perplexity': 2.0}
     """
     if not np.isfinite(losses).all():
-        raise ValueError("The model's losses are not finite numbers: training diverged. Lower --learning-rate.")
+        raise Diverged("losses")
     loss = float(losses.sum(dtype=np.float64) / tokens.sum())
     return {"loss": loss, "perplexity": float(np.exp(loss))}
 

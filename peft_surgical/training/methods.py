@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from peft_surgical.methods.stratified.config import StratifiedConfig
     from peft_surgical.ranking.ranking import LayerRanking
 
+AUTO = "auto"
+"""The layers of a job that tries several choices of them."""
+
 Options = Mapping[str, Any]
 """The fields of a `TrainingJob` that its method names in `Method.options`."""
 Shared = Mapping[str, Any]
@@ -95,13 +98,15 @@ def check_layers(options: Options, model: nn.Module | None) -> None:
         ValueError: It has not.
     """
     from peft_surgical.layers import choose_stack, resolve_layers
+    from peft_surgical.methods.trainer import CHOICES
     from peft_surgical.ranking.ranking import LayerRanking
 
     if model is None:
         return
     layers, file, top_k = (options.get(name) for name in ("layers", "ranking", "top_k"))
     if layers is not None:
-        resolve_layers(model, _in_stack(options, layers))
+        for choice in CHOICES if layers == AUTO else [layers]:
+            resolve_layers(model, _in_stack(options, choice))
         return
     ranking = LayerRanking.load(file) if file is not None else None
     stack = choose_stack(model, options.get("stack") if ranking is None else ranking.stack)

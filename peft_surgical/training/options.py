@@ -7,9 +7,9 @@ import os
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
-from peft_surgical.training.methods import METHODS, OF_A_RANKING
+from peft_surgical.training.methods import AUTO, METHODS, OF_A_RANKING
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,12 @@ class Option:
     kinds: tuple[str, ...] = ()  # of task that it goes with, if not with all
     positive: bool = False
     fraction: bool = False  # from 0 to below 1
+
+
+def options_of(record: type[Any]) -> dict[str, tuple[Any, Option]]:
+    """The type of each field of a dataclass and its option, by the field's name."""
+    hints = get_type_hints(record, include_extras=True)
+    return {field.name: get_args(hints[field.name]) for field in dataclasses.fields(record)}  # type: ignore[misc]
 
 
 def flag(name: str) -> str:
@@ -85,6 +91,8 @@ def check_together(job: Any) -> None:
         for name in ("top_k", "ranking", "score"):
             if getattr(job, name) is not None:
                 raise ValueError(f"--layers {job.layers} and {flag(name)} both choose the layers. Drop one.")
+    if job.layers == AUTO and job.select_on == "none":
+        raise ValueError("--layers auto keeps what is best on the rows that --select-on none does not keep. Drop one.")
     if job.ranking is not None and job.score is not None:
         raise ValueError(f"--ranking {job.ranking} and --score {job.score} both rank the layers. Drop one.")
     if job.method == "spafit":

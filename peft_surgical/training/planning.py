@@ -34,6 +34,7 @@ from peft_surgical.training.memory import (
     nbytes,
     states_of,
 )
+from peft_surgical.training.methods import AUTO
 from peft_surgical.training.run import TrainingRun
 
 
@@ -60,6 +61,8 @@ class Plan:
         needs: The options without which the job does not fit the device; None if it does not fit with them.
         smaller: The memory with other options, by how these are written.
         seconds: Of the training steps of an epoch, without the selection rows; None before steps.
+        choices: With `layers="auto"` the plan of each. The rest is that of the one that takes most memory, but the
+            seconds are those of all.
     """
 
     layers: dict[str, list[int]]
@@ -74,6 +77,7 @@ class Plan:
     needs: str | None = ""
     smaller: dict[str, Memory] = field(default_factory=dict)
     seconds: float | None = None
+    choices: dict[str, Plan] = field(default_factory=dict)
 
 
 def plan_before_steps(run: TrainingRun) -> Plan:
@@ -111,6 +115,10 @@ def plan(job: TrainingJob, begin: Callable[[TrainingRun], object] = lambda run: 
     """
     if this_process().num_processes > 1:
         raise ValueError("plan measures one device: start it without accelerate launch.")
+    if job.layers == AUTO:
+        from peft_surgical.training.auto import plan_choices
+
+        return plan_choices(job, begin)
     with tempfile.TemporaryDirectory() as folder:
         # of one batch each, of which nothing is told or kept
         alone: Any = {"gradient_accumulation": 1, "log_every": None, "report_to": None, "early_stopping": None}

@@ -22,8 +22,9 @@ from peft_surgical.ranking.rank import LayerRanking, rank_layers
 from peft_surgical.ranking.scores import AGGREGATIONS, find_score
 from peft_surgical.training.common import load_classifier, load_tokenizer, max_length
 from peft_surgical.training.data import Parts, Task, read_splits, split_rows
-from peft_surgical.training.job import CAUSAL_LM, TrainingJob
-from peft_surgical.training.methods import METHODS
+from peft_surgical.training.job import TrainingJob
+from peft_surgical.training.kinds import CAUSAL_LM, check_kind
+from peft_surgical.training.methods import AUTO, METHODS
 from peft_surgical.training.options import flag
 from peft_surgical.training.tasks import encode, make_task
 
@@ -65,8 +66,13 @@ def prepare(job: TrainingJob) -> Prepared:
             label_column=job.label_column,
             kind=job.task,
         )
-        job.check_kind(task.kind)
+        check_kind(job, task.kind)
         parts = split_by_use(task, job)
+    if job.layers == AUTO and parts.optimistic:
+        raise ValueError(
+            f"--layers auto would choose on the rows of --select-on {job.select_on}, which are measured on at the "
+            "end. Drop it, or measure on others with --eval-split."
+        )
     if task.kind == CAUSAL_LM:
         require_trl()
         return _prepare_language(job, task, parts)

@@ -11,7 +11,8 @@ from transformers import TrainerState
 
 from peft_surgical import __version__
 from peft_surgical.training.data import Parts, Task
-from peft_surgical.training.job import CAUSAL_LM, TrainingJob
+from peft_surgical.training.job import TrainingJob
+from peft_surgical.training.kinds import CAUSAL_LM
 
 
 _LIBRARIES = ("torch", "transformers", "peft", "accelerate", "datasets")
@@ -53,6 +54,23 @@ def make_results(
         "history": _history(state.log_history),
         "versions": {"peft_surgical": __version__, **{name: version(name) for name in _libraries(task)}},
     }
+
+
+def describe_tried(tried: dict[str, Any]) -> str:
+    """A table of the choices of layers that `--layers auto` tries; of one that is not tried yet, what it may take."""
+    rows = [("layers", "", tried["metric"], "steps", "seconds", "")]
+    done = [found for found in tried["choices"].values() if "seconds" in found]
+    pace = sum(found["seconds"] for found in done) / max(1, sum(found["steps"] for found in done))
+    for choice, found in tried["choices"].items():
+        value, seconds = "", f"about {pace * found['steps']:,.0f}" if done else ""
+        if "seconds" in found:
+            value = "diverged" if found["value"] is None else f"{found['value']:.4f}"
+            seconds = f"{found['seconds']:,.0f}"
+        kept = "kept" if choice == tried["kept"] else ""
+        rows.append((choice, ", ".join(map(str, found["layers"])), value, f"{found['steps']:,}", seconds, kept))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    aligned = [[f"{cell:{a}{w}}" for cell, a, w in zip(row, "<<>>><", widths, strict=True)] for row in rows]
+    return "\n".join("  ".join(row).rstrip() for row in aligned)
 
 
 def _libraries(task: Task) -> tuple[str, ...]:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,9 @@ from peft_surgical.training.card import (
     METRICS_FILE,
     RANKING_FILE,
     check_folder,
+    is_at_end,
     newest_checkpoint,
+    remove_checkpoints,
     write_model_card,
 )
 from peft_surgical.training.common import max_length
@@ -32,8 +33,9 @@ from peft_surgical.training.evaluation import (
     precision_restored,
     shared_arguments,
 )
-from peft_surgical.training.job import CAUSAL_LM, TrainingJob
-from peft_surgical.training.methods import METHODS, adapt
+from peft_surgical.training.job import TrainingJob
+from peft_surgical.training.kinds import CAUSAL_LM, LOWER_IS_BETTER
+from peft_surgical.training.methods import AUTO, METHODS, adapt
 from peft_surgical.training.options import write_text
 from peft_surgical.training.prepare import prepare, rank
 from peft_surgical.training.progress import LossOfEpochs, ProgressLines
@@ -78,6 +80,7 @@ class TrainingRun:
         self.total_parameters = sum(p.numel() for p in self.prepared.model.parameters())
         self.majority = majority(self.prepared.parts.evaluation, self.prepared.task.labels)
         self.ranking: LayerRanking | None = None
+        self.tried: dict[str, Any] = {}
         self.seconds: dict[str, float] = {}
         if this_process().is_main_process:
             if overwrite:
@@ -130,13 +133,26 @@ class TrainingRun:
         return self.model
 
     @precision_restored()
-    def fit(self) -> None:
-        """Train, with a checkpoint after each epoch, and end with the best one."""
+    def fit(self, begin: Callable[[TrainingRun], object] = lambda run: None) -> None:
+        """Train, with a checkpoint after each epoch, and end with the best one.
+
+        Args:
+            begin: Called with the run before it trains; with `layers="auto"` with the run of each choice.
+        """
+        if self.job.layers == AUTO:
+            from peft_surgical.training.auto import try_layers
+
+            try_layers(self, begin)
+            return
+        begin(self)
         started = time.perf_counter()
         if not hasattr(self, "model"):
             self.adapt()
-        self.trainer = self.make_trainer(self.metric if self.prepared.parts.selection else None)
-        self.trainer.train(resume_from_checkpoint=str(self.checkpoint) if self.checkpoint else None)
+        trainer: Any = self.make_trainer(self.metric if self.prepared.parts.selection else None)
+        if self.checkpoint and is_at_end(self.checkpoint, count_steps(self.job, len(trainer.train_dataset))):
+            trainer.args.num_train_epochs, trainer.args.max_steps = 0, -1
+        self.trainer = trainer
+        trainer.train(resume_from_checkpoint=str(self.checkpoint) if self.checkpoint else None)
         self.seconds["train"] = time.perf_counter() - started
 
     def finish(self) -> dict[str, Any]:
@@ -150,6 +166,7 @@ class TrainingRun:
         measured = self.trainer.evaluate(evaluation, metric_key_prefix="final")
         self.seconds["evaluate"] = time.perf_counter() - started
         beside = self._measure_beside() if self.is_language else {}
+        beside |= {"tried": self.tried} if self.tried else {}
         self.trainer.save_model(str(self.folder))
         results = make_results(
             self.job,
@@ -170,11 +187,8 @@ class TrainingRun:
             (self.folder / "training_args.bin").unlink(missing_ok=True)
             write_model_card(self.folder, self.job, self.prepared.parts, results, self.ranking, self.model)
             write_text(self.folder / METRICS_FILE, json.dumps(results, indent=2) + "\n")
-            if not self.job.keep_checkpoints:
-                for checkpoint in (self.folder / CHECKPOINTS).glob("checkpoint-*"):
-                    shutil.rmtree(checkpoint, ignore_errors=True)
-                with contextlib.suppress(OSError):  # TensorBoard's files are there
-                    (self.folder / CHECKPOINTS).rmdir()
+            for place in [] if self.job.keep_checkpoints else [*self.folder.rglob(CHECKPOINTS)]:
+                remove_checkpoints(place)
         this_process().wait_for_everyone()
         return results
 
@@ -197,7 +211,7 @@ class TrainingRun:
         for callback in self.callbacks:
             if isinstance(callback, ProgressLines):
                 callback.trainer = trainer
-        trainer.args.warmup_steps = _warmup_steps(self.job, len(trainer.train_dataset))
+        trainer.args.warmup_steps = round(self.job.warmup * count_steps(self.job, len(trainer.train_dataset)))
         return trainer
 
     def _measure_beside(self) -> dict[str, Any]:
@@ -244,7 +258,7 @@ def training_arguments(job: TrainingJob, model: nn.Module, metric: str | None, k
             "eval_strategy": "epoch",
             "load_best_model_at_end": True,
             "metric_for_best_model": f"eval_{metric}",
-            "greater_is_better": metric not in ("loss", "perplexity"),
+            "greater_is_better": metric not in LOWER_IS_BETTER,
         }
     if job.method != "full":
         # all that is trained takes part in each step, but for experts that get no token
@@ -271,10 +285,10 @@ def training_arguments(job: TrainingJob, model: nn.Module, metric: str | None, k
     }
 
 
-def _warmup_steps(job: TrainingJob, samples: int) -> int:
+def count_steps(job: TrainingJob, samples: int) -> float:
+    """The steps of a job that trains on so many rows; of the last epoch there may be a part."""
     per_step = job.batch_size * job.gradient_accumulation * this_process().num_processes
-    steps = job.max_steps if job.max_steps > 0 else job.epochs * -(-samples // per_step)
-    return round(job.warmup * steps)
+    return job.max_steps if job.max_steps > 0 else job.epochs * -(-samples // per_step)
 
 
 def tuned_layers(model: nn.Module) -> dict[str, list[int]]:

@@ -13,11 +13,15 @@ state that no later one can tell from another without such an error. Here one ca
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from typing import Any
 
 import torch
+from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME
+from torch import nn
 from vllm.config import set_current_vllm_config
 from vllm.distributed.parallel_state import get_world_group
 from vllm.model_executor.model_loader.checkpoint_weight_patch import (
@@ -26,8 +30,10 @@ from vllm.model_executor.model_loader.checkpoint_weight_patch import (
 )
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
+from peft_surgical.bank.memory import LruBudget, NoRoomError, parse_budget
 from peft_surgical.convert.merge import merged_changes, tensors_of_base
 from peft_surgical.files.checkpoint import Checkpoint, ModelTensors
+from peft_surgical.files.safetensors_io import READERS
 from peft_surgical.methods.config import naming_adapter, open_adapter
 
 
@@ -65,7 +71,12 @@ class ServedWeights:
         self._model, self._config = model, vllm_config
         self._changed: set[str] = set()  # the tensors of the checkpoint that are not the base's own now
         self._checked: dict[str, Any] = {}  # by folder, which takes longer than to decode
+        self._keeps_names = True  # of layers and other modules, but for prefixes
         self._shapes: dict[Any, ModelTensors] = {}  # by config, for nearly all tasks the same
+        options = vllm_config.additional_config if isinstance(vllm_config.additional_config, dict) else {}
+        budget = parse_budget(options.get("host_budget", "16GB"))
+        is_on_gpu = next(model.parameters()).is_cuda
+        self._pinned = PinnedCopies(budget and budget // get_world_group().world_size if is_on_gpu else 0)
         # of every module that an update leaves alone vLLM warns that it was not loaded
         reload_logger = logging.getLogger(initialize_layerwise_reload.__module__)
         reload_logger.addFilter(lambda record: "Failed to load weights" not in record.msg)
@@ -94,16 +105,19 @@ class ServedWeights:
             raise ValueError(problem)
         touched = self._changed | changes.keys() if self.is_whole else set(self._base)
         self.is_whole = False
-        self._load({name: changes.get(name) for name in self._whole_layers(touched)})
+        self._load({_layer(name) for name in touched}, changes)
         self.folder, self._changed, self.is_whole = folder, set(changes), True
 
     def _decode(self, folder: str) -> dict[str, torch.Tensor]:
         if self._config.lora_config is not None:
             raise ValueError("Adapters are merged into the weights, which --enable-lora wraps. Leave it out.")
-        if experts := [path for path, module in self._model.named_modules() if "moe" in type(module).__name__.lower()]:
+        if experts := [path for path, kind in self._kinds.items() if "moe" in kind.lower()]:
             raise ValueError(
                 f"{experts[0]} has experts, which vLLM 0.32 reloads wrongly on a CPU; others are untried."
             )
+        return self._pinned.get(folder, _state_of(folder), lambda: self._read(folder))
+
+    def _read(self, folder: str) -> dict[str, torch.Tensor]:
         saved = open_adapter(folder)
         found = saved.file.header, saved.config.to_dict()  # checksums of all tensors, which reading compares
         known, old = self._checked.get(folder, (None, None))
@@ -116,32 +130,97 @@ class ServedWeights:
         self._checked[folder] = found, old
         return changes
 
-    def _whole_layers(self, names: Iterable[str]) -> list[str]:
-        """All tensors of the base's checkpoint in the layers of some.
+    @cached_property
+    def _kinds(self) -> dict[str, str]:
+        """The classes of vLLM's modules, by path."""
+        return {path: type(module).__name__ for path, module in self._model.named_modules()}
+
+    @cached_property
+    def _layers(self) -> dict[str, list[str]]:
+        """The tensors of the base's checkpoint, by layer."""
+        layers: dict[str, list[str]] = {}
+        for name in self._base:
+            layers.setdefault(_layer(name), []).append(name)
+        return layers
+
+    def _load(self, layers: set[str], changes: dict[str, torch.Tensor]) -> None:
+        """Load whole layers as vLLM does, with the base's own tensors where there are no others.
 
         vLLM makes each of its modules anew from what it is given, and may have made one of many in a layer: q, k and
         v, or all experts.
         """
-        touched = {_layer(name) for name in names}
-        return [name for name in self._base if _layer(name) in touched]
-
-    def _load(self, changes: dict[str, torch.Tensor | None]) -> None:
-        """Load tensors of a checkpoint as vLLM does, the base's own in the place of None."""
-
-        def patch(name: str, tensor: torch.Tensor | None) -> CheckpointWeightPatch:
-            tensor = self._base[name] if tensor is None else tensor
-            return CheckpointWeightPatch(name, tuple(tensor.shape), tensor.dtype, tensor.reshape(-1))
-
-        initialize_layerwise_reload(self._model)
+        paths = [self._path_of(layer) for layer in layers]
+        # to make all modules ready takes as long as to copy some layers of a large model
+        part = self._model if None in paths else nn.ModuleList(map(self._model.get_submodule, paths))
+        initialize_layerwise_reload(part)
         try:
-            load_checkpoint_weight_patches(self._model, [patch(*item) for item in changes.items()])
+            loaded = load_checkpoint_weight_patches(self._model, self._patches(layers, changes))
         finally:
-            finalize_layerwise_reload(self._model, self._config.model_config)
+            finalize_layerwise_reload(part, self._config.model_config)
+        if part is not self._model and not all(
+            name.startswith(tuple(f"{path}." for path in paths)) for name in loaded
+        ):
+            self._keeps_names = False
+            self._load(set(self._layers), changes)
+
+    def _path_of(self, layer: str) -> str | None:
+        """What vLLM calls a layer of the checkpoint, which has other prefixes; None if that is not certain."""
+        ending = ".".join(layer.split(".")[-2:]) if layer[-1].isdigit() else layer.rpartition(".")[2]
+        paths = [path for path in self._kinds if f".{path}".endswith(f".{ending}")]
+        return paths[0] if self._keeps_names and len(paths) == 1 else None
+
+    def _patches(self, layers: set[str], changes: dict[str, torch.Tensor]) -> Iterator[CheckpointWeightPatch]:
+        for layer in self._layers.keys() & layers:
+            names = self._layers[layer]
+            tensors = changes
+            if not changes.keys() >= set(names):
+                own = self._pinned.get(layer, None, lambda: {name: self._base[name] for name in names})  # noqa: B023
+                tensors = {**own, **changes}
+            for name in names:
+                tensor = tensors[name]
+                yield CheckpointWeightPatch(name, tuple(tensor.shape), tensor.dtype, tensor.reshape(-1))
+
+
+class PinnedCopies:
+    """Tensors that go to a GPU again and again, in pinned host memory, from where they go at its full bandwidth.
+
+    Those that were used least recently leave where others need room. What has no room is read again each time.
+    """
+
+    def __init__(self, budget: int | None):
+        self._kept: LruBudget[str, tuple[Any, dict[str, torch.Tensor]]] = LruBudget("host", budget)
+
+    def get(self, key: str, state: Any, read: Callable[[], dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        """What was read in the same state, or else is read now."""
+        kept = self._kept.get(key)
+        if kept is not None and kept[0] == state:
+            return kept[1]
+        tensors = read()
+        if kept is not None:
+            self._kept.evict(key)
+        try:
+            self._kept.reserve(key, sum(tensor.nbytes for tensor in tensors.values()))
+            with ThreadPoolExecutor(READERS) as pool:
+                pinned = dict(zip(tensors, pool.map(torch.Tensor.pin_memory, tensors.values()), strict=True))
+        except (NoRoomError, RuntimeError):  # the system may pin no more
+            self._kept.drop_reservation(key)
+            return tensors
+        self._kept.put(key, (state, pinned))
+        return pinned
+
+
+def _state_of(folder: str) -> list[tuple[int, int, int]]:
+    """What changes when an adapter is written anew."""
+    paths = [os.path.join(folder, name) for name in (CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME)]
+    found = [os.stat(path) for path in paths if os.path.exists(path)]
+    return [(status.st_size, status.st_mtime_ns, status.st_ino) for status in found]
 
 
 def _told_to_all(problem: str | None) -> list[str | None]:
     """What each worker has to say."""
     group = get_world_group()
+    if group.world_size == 1:
+        return [problem]
     said: list[str | None] = [None] * group.world_size
     torch.distributed.all_gather_object(said, problem, group=group.cpu_group)
     return said

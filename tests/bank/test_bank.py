@@ -433,7 +433,7 @@ def test_two_hundred_tasks_are_registered_by_their_headers_alone(tmp_path, monke
 @pytest.mark.parametrize("readers", [1, 3])
 @pytest.mark.parametrize("method", ["last", "lora"])
 def test_what_is_damaged_fails_alone_and_by_name(method, readers, tasks, tmp_path, monkeypatch):
-    monkeypatch.setattr(file, "_READERS", readers)
+    monkeypatch.setattr(file, "READERS", readers)
     monkeypatch.setattr(file, "_WORTH_A_READER", 1)
     folder, answers = tasks
     bank = fill(DeltaBank(base()), folder, ["first", "lora"])
@@ -468,7 +468,7 @@ def test_what_is_damaged_fails_alone_and_by_name(method, readers, tasks, tmp_pat
 def test_a_file_that_is_overwritten_while_it_is_read_is_an_error(
     name, host_budget, readers, tasks, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(file, "_READERS", readers)
+    monkeypatch.setattr(file, "READERS", readers)
     monkeypatch.setattr(file, "_WORTH_A_READER", 1)
     folder, answers = tasks
     shutil.copytree(folder / name, tmp_path / name)

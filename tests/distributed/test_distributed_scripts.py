@@ -117,6 +117,23 @@ def test_the_command_line_ranks_tunes_measures_and_saves_once(engine, method, pl
         assert results["layers"] == {"encoder": alone.order[:1]}
 
 
+@pytest.mark.parametrize("engine", ["ddp", *(pytest.param(engine, marks=slow) for engine in ("fsdp2", "zero3"))])
+def test_all_processes_keep_the_same_choice_of_layers(engine, train, places, tmp_path):
+    skip_if_missing(engine)
+    given = train(tmp_path, "surgical", "--layers", "auto", "--metric", "loss")
+    for option in OPTIONS["surgical"]:
+        given.remove(option)
+    output = launch_well(engine, ["-m", "peft_surgical.cli", *given])
+    assert output.count("Saved in") == 1
+    results = json.loads((tmp_path / "metrics.json").read_text())
+    values = {choice: found["value"] for choice, found in results["tried"]["choices"].items()}
+    assert results["tried"]["kept"] == min(values, key=values.__getitem__)
+    assert len({*values.values()}) == 3
+    assert {found["steps"] for found in results["tried"]["choices"].values()} == {21}
+    measured = evaluate(tmp_path, model=places[0]).metrics
+    assert {name: results["evaluation"][name] for name in measured} == measured
+
+
 @slow
 def test_a_ranking_by_itself_is_shown_and_written_once(places, tmp_path):
     base, data = places

@@ -297,6 +297,32 @@ def test_early_stopping_counts_epochs_also_over_a_kill(job, tmp_path):
     assert same(weights(tmp_path / "whole"), weights(tmp_path / "killed"))
 
 
+class KillAtEnd(TrainerCallback):
+    def on_save(self, args, state, control, **kwargs):
+        if control.should_training_stop:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def run_until_killed_at_its_end(job: TrainingJob) -> None:
+    TrainingRun(job, callbacks=[KillAtEnd()]).fit()
+
+
+@pytest.mark.parametrize("options", [{"epochs": 9, "early_stopping": 2, "learning_rate": 1e-12}, {"max_steps": 6}])
+def test_a_run_that_was_killed_after_its_last_step_takes_no_more(job, tmp_path, options):
+    """Trainer would begin another epoch, or take another step of this one."""
+    whole = train(job(output=str(tmp_path / "whole"), **options))
+    asked = job(**options)
+    assert run_forked(run_until_killed_at_its_end, asked).code == -signal.SIGKILL
+    watch = Watch()
+    run = TrainingRun(asked, resume=True, callbacks=[watch])
+    run.fit()
+    resumed = run.finish()
+    assert watch.steps == []
+    for key in ("evaluation", "selection", "training", "history"):
+        assert resumed[key] == whole[key], key
+    assert same(weights(tmp_path / "whole"), weights(tmp_path / "out"))
+
+
 def test_the_loss_is_logged_every_so_many_steps_and_told_by_epoch(job, tmp_path):
     class Losses(TrainerCallback):
         def __init__(self):

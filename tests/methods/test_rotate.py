@@ -1,0 +1,274 @@
+"""`RotateLayers` equals a plain loop that freezes all but a few layers and makes a new AdamW for each turn."""
+
+from __future__ import annotations
+
+import copy
+from contextlib import nullcontext
+
+import pytest
+import torch
+from adapters import METHODS, make_config
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
+from tiny_models import batch, build
+from torch.utils.data import SequentialSampler
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+from peft_surgical import RotateLayers, SurgicalConfig, resolve_layers
+
+
+STEPS, EVERY, DEPTH = 7, 2, 4
+WITHOUT_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+
+
+def loss_of(outputs, labels, num_items_in_batch=None):
+    return torch.nn.functional.cross_entropy(outputs.logits.float(), labels)
+
+
+class InOrder(Trainer):
+    def _get_train_sampler(self, *args):
+        return SequentialSampler(self.train_dataset)
+
+
+def trainer_of(model, folder, callbacks, **options) -> Trainer:
+    rows = [batch("bert", n=1, length=6, seed=i) for i in range(64)]
+    arguments = {
+        "output_dir": str(folder),
+        "max_steps": STEPS,
+        "save_steps": 3,
+        "per_device_train_batch_size": 2,
+        "learning_rate": 1e-2,
+        "lr_scheduler_type": "constant",
+        "weight_decay": 0.1,
+        "max_grad_norm": 0.5,
+        "optim": "adamw_torch",
+        "report_to": [],
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "dataloader_pin_memory": False,
+        **options,
+    }
+    data = [{name: value[0] for name, value in row.items()} for row in rows]
+    return InOrder(
+        model, TrainingArguments(**arguments), train_dataset=data, callbacks=callbacks, compute_loss_func=loss_of
+    )
+
+
+def make(method: str = "SURGICAL", **options) -> PeftModel:
+    torch.manual_seed(0)
+    return get_peft_model(build("bert", **WITHOUT_DROPOUT), make_config(method, "bert", range(DEPTH), **options))
+
+
+def train_plainly(model, callback: RotateLayers, *, accumulation: int = 1, bf16: bool = False, fused: bool = False):
+    """The oracle: layers are frozen by hand, and each turn has an AdamW of its own."""
+
+    def optimizer_of(modules):
+        named = [(name, p) for module in modules for name, p in module.named_parameters()]
+        exempt = [p for name, p in named if "bias" in name or "LayerNorm" in name]
+        decayed = [p for _, p in named if all(p is not other for other in exempt)]
+        groups = [{"params": decayed}, {"params": exempt, "weight_decay": 0}]
+        return torch.optim.AdamW(groups, lr=1e-2, weight_decay=0.1, fused=fused)
+
+    layers = [layer.module for layer in resolve_layers(model, "all")]
+    of_head = optimizer_of([model.classifier])
+    model.train()
+    row = 0
+    for step in range(STEPS):
+        if step % EVERY == 0:
+            turn = [layers[i] for i in callback.layers_of(step // EVERY, DEPTH)]
+            model.requires_grad_(False)
+            for module in [*turn, model.classifier]:
+                module.requires_grad_(True)
+            of_turn = optimizer_of(turn)
+        for _ in range(accumulation):
+            rows = [batch("bert", n=1, length=6, seed=i) for i in (row, row + 1)]
+            row += 2
+            inputs = {name: torch.cat([r[name] for r in rows]) for name in rows[0]}
+            with torch.autocast("cpu", dtype=torch.bfloat16) if bf16 else nullcontext():
+                loss_of(model(**inputs), inputs["labels"]).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        for optimizer in (of_head, of_turn):
+            optimizer.step()
+        model.zero_grad()
+    return model
+
+
+CHECKPOINTING = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
+CASES = {
+    "random": ({}, {}, {}),
+    "shuffled, accumulating": ({"order": "shuffled"}, {"accumulation": 2}, {"gradient_accumulation_steps": 2}),
+    "ascending, fused": ({"order": "ascending", "layers": 1}, {"fused": True}, {"optim": "adamw_torch_fused"}),
+    "descending in bf16": ({"order": "descending"}, {"bf16": True}, {"bf16": True}),
+    "re-entrant checkpointing": ({"seed": 3}, {}, CHECKPOINTING),
+    "checkpointing": (
+        {},
+        {},
+        {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.filterwarnings("error::UserWarning:peft_surgical")
+def test_turns_are_those_of_plain_pytorch(case, tmp_path):
+    options, plainly, of_trainer = CASES[case]
+    callback = RotateLayers(every=EVERY, **options)
+    base = build("bert", **WITHOUT_DROPOUT)
+    model = get_peft_model(copy.deepcopy(base), make_config("SURGICAL", "bert", range(DEPTH)))
+    trainer = trainer_of(model, tmp_path, [callback], **of_trainer)
+    trainer.train()
+    trainer.accelerator.unwrap_model(model, keep_fp32_wrapper=False)  # without autocast
+    assert all(p.requires_grad for name, p in model.named_parameters() if ".default." in name)
+    with model.disable_adapter():
+        inputs = batch("bert", labels=False)
+        assert torch.equal(model.eval()(**inputs).logits, base.eval()(**inputs).logits)
+    model.save_pretrained(tmp_path / "adapter")
+    loaded = PeftModel.from_pretrained(copy.deepcopy(base), tmp_path / "adapter").merge_and_unload().state_dict()
+    expected = train_plainly(copy.deepcopy(base), callback, **plainly).state_dict()
+    moved = {name for name, value in base.state_dict().items() if not torch.equal(value, expected[name])}
+    assert {name.split(".layer.")[1][0] for name in moved if ".layer." in name} >= {"0", "3"}
+    for name, value in expected.items():
+        assert torch.equal(loaded[name], value), name
+
+
+class Watch(TrainerCallback):
+    """Notes at each step what moved, and what has a state in the optimizer."""
+
+    def __init__(self, callback: RotateLayers):
+        self.callback = callback
+
+    def on_step_begin(self, args, state, control, model=None, **kwargs):
+        self.before = {name: p.detach().clone() for name, p in model.named_parameters()}
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+        assert {n for n, p in model.named_parameters() if p.grad is not None} == self.expected(
+            model, state.global_step
+        )
+
+    def on_step_end(self, args, state, control, model=None, optimizer=None, **kwargs):
+        expected = self.expected(model, state.global_step - 1)
+        assert {n for n, p in model.named_parameters() if not torch.equal(p, self.before[n])} == expected
+        assert {n for n, p in model.named_parameters() if optimizer.state.get(p)} == expected
+        steps = {
+            float(optimizer.state[p]["step"]) for n, p in model.named_parameters() if n in expected and ".layer." in n
+        }
+        assert steps == {(state.global_step - 1) % EVERY + 1}
+
+    def expected(self, model, step: int) -> set[str]:
+        turn = self.callback.layers_of(step // EVERY, DEPTH)
+        own = {n for n, _ in model.named_parameters() if ".default." in n}
+        return {n for n in own if ".layer." not in n or int(n.split(".layer.")[1].split(".")[0]) in turn}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_only_the_layers_of_the_turn_have_gradients_and_a_state_and_move(method, tmp_path):
+    callback = RotateLayers(2, EVERY)
+    model = make(method)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter)  # or lora_A would not move at first
+    trainer_of(model, tmp_path, [callback, Watch(callback)]).train()
+
+
+@pytest.mark.parametrize("step", [3, 6])
+def test_a_training_goes_on_from_the_middle_of_a_turn(step, tmp_path):
+    whole = make()
+    trainer_of(whole, tmp_path, [RotateLayers(2, EVERY)]).train()
+    again = make()
+    trainer = trainer_of(again, tmp_path, [RotateLayers(2, EVERY)])
+    trainer.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}"))
+    for name, value in whole.state_dict().items():
+        assert torch.equal(again.state_dict()[name], value), name
+    with pytest.raises(ValueError, match="Resume with the options"):
+        trainer_of(make(), tmp_path, [RotateLayers(1, 5)]).train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+
+
+class Interrupt(TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        raise KeyboardInterrupt
+
+
+def test_after_an_interruption_all_layers_are_trained_again(tmp_path):
+    model = make()
+    with pytest.raises(KeyboardInterrupt):
+        trainer_of(model, tmp_path, [RotateLayers(2, EVERY), Interrupt()]).train()
+    trainer_of(model, tmp_path, [RotateLayers(2, EVERY)]).train()
+    assert all(p.requires_grad for name, p in model.named_parameters() if ".default." in name)
+
+
+class Switch(TrainerCallback):
+    """As trainers that ask a reference adapter do."""
+
+    def on_step_begin(self, args, state, control, model=None, **kwargs):
+        model.set_adapter("reference")
+        model.set_adapter("default")
+        with model.disable_adapter():
+            pass
+
+
+def test_a_switch_inside_a_turn_wakes_no_layer(tmp_path):
+    callback = RotateLayers(2, EVERY)
+    model = make()
+    model.add_adapter("reference", make_config("SURGICAL", "bert", [1]))
+    trainer_of(model, tmp_path, [callback, Switch(), Watch(callback)]).train()
+
+
+def test_layers_may_rest_in_the_dtype_of_the_base(tmp_path):
+    class Dtypes(TrainerCallback):
+        def on_step_end(self, args, state, control, model=None, **kwargs):
+            turn = callback.layers_of((state.global_step - 1) // EVERY, DEPTH)
+            for i, layer in enumerate(resolve_layers(model, "all")):
+                dtypes = {p.dtype for name, p in layer.module.named_parameters() if ".default." in name}
+                assert dtypes == {torch.float32 if i in turn else torch.bfloat16}
+
+    def on_bf16():
+        base = build("bert", **WITHOUT_DROPOUT).bfloat16()
+        return get_peft_model(base, make_config("SURGICAL", "bert", range(DEPTH)))
+
+    callback = RotateLayers(2, EVERY, round_at_rest=True)
+    whole = on_bf16()
+    trainer_of(whole, tmp_path, [callback, Dtypes()]).train()
+    whole.save_pretrained(tmp_path / "adapter")
+    assert {t.dtype for t in load_file(tmp_path / "adapter/adapter_model.safetensors").values()} == {torch.bfloat16}
+    for step in (3, 6):
+        again = on_bf16()
+        trainer = trainer_of(again, tmp_path, [RotateLayers(2, EVERY, round_at_rest=True)])
+        trainer.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}"))
+        for name, value in whole.state_dict().items():
+            assert torch.equal(again.state_dict()[name], value), name
+            assert again.state_dict()[name].dtype == value.dtype
+
+
+@pytest.mark.parametrize("order", ["random", "shuffled", "ascending", "descending"])
+def test_every_layer_gets_its_turn(order):
+    callback = RotateLayers(3, 1, order, seed=5)
+    turns = [callback.layers_of(i, 8) for i in range(60)]
+    assert {layer for turn in turns for layer in turn} == set(range(8))
+    assert turns == [RotateLayers(3, 1, order, seed=5).layers_of(i, 8) for i in range(60)]
+    if order == "random":
+        assert all(len(turn) == 3 for turn in turns)
+        assert turns != [RotateLayers(3, 1, order, seed=6).layers_of(i, 8) for i in range(60)]
+    else:  # each pass has every layer once
+        assert all(sorted(sum(turns[i : i + 3], [])) == list(range(8)) for i in range(0, 60, 3))
+    if order == "shuffled":
+        assert turns[:3] != turns[3:6] or turns[3:6] != turns[6:9]
+    if order == "descending":
+        assert turns[:3] == [[6, 7], [3, 4, 5], [0, 1, 2]]
+
+
+def test_what_cannot_be_is_refused(tmp_path):
+    for options in ({"layers": 0}, {"every": 1.5}, {"order": "up"}):
+        with pytest.raises(ValueError, match=f"{next(iter(options))}="):
+            RotateLayers(**options)
+    with pytest.raises(ValueError, match="has none of this package"):
+        trainer_of(build("bert"), tmp_path, [RotateLayers()])
+    with pytest.raises(ValueError, match="has none of this package"):
+        trainer_of(get_peft_model(build("bert"), LoraConfig(target_modules=["query"])), tmp_path, [RotateLayers()])
+    few = get_peft_model(build("bert"), SurgicalConfig(task_type="SEQ_CLS", layers=[1]))
+    with pytest.raises(ValueError, match="the adapter trains 1 layers"):
+        trainer_of(few, tmp_path, [RotateLayers(2)]).train()
+    model = make()
+    trainer = trainer_of(model, tmp_path, [RotateLayers()])
+    trainer.optimizer = torch.optim.AdamW(model.classifier.parameters())
+    with pytest.raises(ValueError, match="an optimizer that was made while all layers"):
+        trainer.train()
