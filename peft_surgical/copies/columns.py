@@ -52,11 +52,17 @@ class ColumnTensors(TunedTensors):
 
     columns_at: torch.Tensor
 
-    def __init__(self, weight: torch.Tensor, index: Sequence[int], dim: int, original: Callable[[str], torch.Tensor]):
+    def __init__(
+        self,
+        linear: nn.Module,
+        weight: torch.Tensor,
+        index: Sequence[int],
+        original: Callable[[str], torch.Tensor],
+    ):
+        self.dim, self._original = input_dim(linear), original
         at = torch.tensor(index, device=weight.device)
-        super().__init__({"weight": nn.Parameter(weight.index_select(dim, at))})
+        super().__init__({"weight": nn.Parameter(weight.detach().index_select(self.dim, at))})
         self.register_buffer("columns_at", at, persistent=False)
-        self.dim, self._original = dim, original
 
     @property
     def columns(self) -> nn.Parameter:

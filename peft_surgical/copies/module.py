@@ -15,7 +15,7 @@ import torch
 from peft.tuners.tuners_utils import BaseTunerLayer, check_adapters_to_merge
 from torch import nn
 
-from peft_surgical.copies.columns import ColumnTensors, column_output, input_dim
+from peft_surgical.copies.columns import ColumnTensors, column_output
 from peft_surgical.copies.compute import FunctionalModule, direct_output, run_by_rows, twin
 from peft_surgical.copies.host import HostedBase
 from peft_surgical.copies.tensors import KeptTensors, TunedNormTensors, TunedTensors
@@ -85,8 +85,7 @@ class TunedModule(HostedBase, BaseTunerLayer):
             names: The tensors to copy, by their name in the module.
             init_weights: Whether the copies start as the base's values. False adds noise, for tests.
             inference_mode: Whether the copies stay frozen.
-            shared: Copies made so far for this adapter, by `id` of the base's parameter: what is tied there stays
-                tied in the adapter.
+            shared: The adapter's copies so far, by `id` of the base's parameter: what is tied there stays tied.
             untrained: The parameters that are copied as buffers are, and not trained.
             columns: Of a linear module: the input columns of its weight that are copied, instead of all.
         """
@@ -103,11 +102,10 @@ class TunedModule(HostedBase, BaseTunerLayer):
                 copies[name] = shared[key]
             else:
                 copies[name] = value.clone()
-        if columns is not None:
-            dim = input_dim(self.base_layer)
-            self.tuned[adapter_name] = ColumnTensors(copies["weight"].detach(), columns, dim, self.original)
-        else:
+        if columns is None:
             self.put(adapter_name, copies)
+        else:
+            self.tuned[adapter_name] = ColumnTensors(self.base_layer, copies["weight"], columns, self.original)
         self.tuned[adapter_name].requires_grad_(adapter_name in self.active_adapters and not inference_mode)
 
     def put(self, adapter_name: str, copies: Mapping[str, torch.Tensor]) -> None:
@@ -133,7 +131,7 @@ class TunedModule(HostedBase, BaseTunerLayer):
         return self.module_in_use()(*args, **kwargs)
 
     def _direct_output(self, x: Any) -> torch.Tensor | None:
-        """The output with the copies of the one active adapter, if that is all there is to the call."""
+        """The output with the copies of the one active adapter, if the call takes no more."""
         active = self._active_adapter
         if self._disable_adapters or self.merged_adapters or len(active) != 1:
             return None
@@ -180,8 +178,8 @@ class TunedModule(HostedBase, BaseTunerLayer):
         copies = {
             name: [self.tuned[a][name] for a in adapters if name in self.tuned[a]] for name in self.names_of(adapters)
         }
-        # what is made of columns at each call has no version
-        if torch.compiler.is_compiling() or any(isinstance(self.tuned[a], ColumnTensors) for a in adapters):
+        has_columns = any(isinstance(self.tuned[a], ColumnTensors) for a in adapters)  # of which nothing can be kept
+        if has_columns or torch.compiler.is_compiling():
             return self._combine(copies)
         return self._kept.get([self.tuned[a] for a in adapters], copies, self._combine)
 

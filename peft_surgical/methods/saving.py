@@ -72,6 +72,11 @@ class SavedState(BaseTuner):
     def _container(self) -> str:
         return self.tuned_module_cls.adapter_layer_names[0]
 
+    def _touched_tensors(self, config: Any, model: nn.Module) -> dict[str, torch.Tensor]:
+        """The base's original values of the tensors that the adapter changes, by name."""
+        copies = config.resolution.copy_names(self._container)
+        return {name.in_base: original_tensor(model.get_submodule(path), name.tensor) for path, name in copies}
+
     def _expected_tensors(self, config: Any, model: nn.Module) -> dict[str, torch.Size]:
         """The shapes of the copies and of the head in the adapter's file, by name."""
         copies = config.resolution.copy_names(self._container)

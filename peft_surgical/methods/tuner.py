@@ -19,7 +19,7 @@ from peft_surgical.copies.compute import leave_fused_path
 from peft_surgical.copies.host import BaseOnHost
 from peft_surgical.copies.in_place import TunedInPlace
 from peft_surgical.copies.module import TunedModule
-from peft_surgical.copies.select import innermost_tuned, matches_any, note_untied, original_tensor
+from peft_surgical.copies.select import innermost_tuned, matches_any, note_untied
 from peft_surgical.distributed import check_not_prepared
 from peft_surgical.files.adapter import touched_names
 from peft_surgical.files.base import base_tensors, check_base, describe_base
@@ -49,8 +49,7 @@ class DeltaTuner(SavedState, BaseTuner):
     _copied: dict[int, nn.Parameter] = {}  # of the adapter being made, by id of the base's tensor
     _is_trained_set_checked = False
     _base_on_host: BaseOnHost | None = None
-    resting: Sequence[nn.Parameter] = ()
-    """What `RotateLayers` does not train at present; nothing else makes it trainable."""
+    resting: Sequence[nn.Parameter] = ()  # what `RotateLayers` does not train now; nothing else makes it trainable
     _flags: list[tuple[nn.Parameter, bool]] | None = None  # which were trainable, while adapters are disabled
 
     # ---- before the model is changed
@@ -95,11 +94,6 @@ class DeltaTuner(SavedState, BaseTuner):
                 yield
             finally:
                 del self._gathered  # it can be neither copied nor pickled with the model
-
-    def _touched_tensors(self, config: Any, model: nn.Module) -> dict[str, torch.Tensor]:
-        """The base's original values of the tensors that the adapter changes, by name."""
-        copies = config.resolution.copy_names(self._container)
-        return {name.in_base: original_tensor(model.get_submodule(path), name.tensor) for path, name in copies}
 
     # ---- changing the model
 

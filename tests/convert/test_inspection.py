@@ -62,7 +62,7 @@ def test_inspect_tells_sizes_encodings_and_the_error_of_each_layer(encoding, tmp
     )
     expected = float((after - exact).norm() / (exact - base).norm())
     assert found.groups[1].error == pytest.approx(expected, rel=1e-3, abs=1e-9)
-    assert (found.groups[1].error == 0) == (encoding in ("values", "lossless", "rows"))
+    assert (found.groups[1].error == 0) == (encoding in ("values", "lossless", "rows", "columns"))
     assert encoding in found.groups[0].encodings
     assert found.groups[2].encodings == ("values",)
     text = str(found)

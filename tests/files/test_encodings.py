@@ -26,7 +26,7 @@ DTYPES = [
 ]
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 LOSSY = [name for name, encoding in ENCODINGS.items() if encoding.lossy]
-EXACT = ["values", "lossless", "rows"]
+EXACT = ["values", "lossless", "rows", "columns"]
 
 
 def bound(encoding: str, trained: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
@@ -410,7 +410,7 @@ def test_a_flipped_byte_in_a_lossless_tensor_is_noticed(tmp_path):
 def test_an_unknown_encoding_is_an_error_that_lists_the_known_ones():
     with pytest.raises(
         ValueError,
-        match="encoding='int5' is not known; allowed are values, auto, lossless, rows, bf16, int8, int4, sign",
+        match="'int5' is not known; allowed are values, auto, lossless, rows, columns, bf16, int8, int4, sign",
     ):
         SurgicalConfig(layers=[0], encoding="int5")
 

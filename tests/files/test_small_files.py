@@ -229,6 +229,16 @@ def test_a_zero_whose_sign_changed_and_a_nan_that_did_not_are_told_apart():
     assert as_bytes(decode_tensors(same, {"w": base})["w"]) == as_bytes(base)
 
 
+def test_columns_are_the_rows_of_the_other_side():
+    base = any_bits(torch.float32, (24, 40), 3)
+    trained = base.clone()
+    trained[:, [5, 39]] = any_bits(torch.float32, (24, 2), 4)
+    parts = encode_tensor("w", trained, base, "columns")
+    assert rows_in(parts["w:columns"]) == (40, [5, 39])
+    assert as_bytes(decode_tensors(parts, {"w": base})["w"]) == as_bytes(trained)
+    assert parts["w:columns_lossless"].nbytes < 2 * 24 * 4 + 64
+
+
 def test_rows_are_about_as_large_as_what_changed_and_never_larger_than_values():
     base = torch.randn(1000, 64)
     trained = base.clone()

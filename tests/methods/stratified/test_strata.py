@@ -200,7 +200,7 @@ def test_strata_that_do_not_cover_the_layers_once_are_refused(strata, message):
         (["all"], TypeError, "must be a dict"),
         ([{"layers": "all"}], ValueError, "lacks 'tune'"),
         ([{"tune": "full"}], ValueError, "lacks 'layers'"),
-        ([{"layers": "all", "tune": "bias"}], ValueError, "allowed are frozen, bitfit, norm, lora, full"),
+        ([{"layers": "all", "tune": "bias"}], ValueError, "allowed are frozen, bitfit, norm, columns, lora, full"),
         ([{"layers": "all", "tune": "full", "bias": "all"}], ValueError, "'bias' has no meaning"),
         (
             [{"layers": "all", "tune": "bitfit", "target_modules": ["q"]}],
