@@ -218,12 +218,12 @@ def short_trials(results: Results) -> str:
 
     cells = {task: [runs for seed in results.seeds if len(runs := tried(task, seed)) == 3] for task in results.tasks}
     rows = []
-    for name in ("1", "2", "3", "half"):
+    for name in ("1", "2", "3", "half", "all"):
         found: list[list[list[float]]] = [[], []]
         same, cost = [], []
         for task, seeds in cells.items():
-            epochs = results.sizes[task]["epochs"]
-            epochs = -(-epochs // 2) if name == "half" else min(int(name), epochs)
+            all_of_them = results.sizes[task]["epochs"]
+            epochs = {"half": -(-all_of_them // 2), "all": all_of_them}.get(name) or int(name)
             pairs = [(chosen(runs, epochs), [chosen(runs, 99), runs[0]]) for runs in seeds]
             for against, other in zip(found, (0, 1), strict=True):
                 against.append([100 * (_metric(kept) - _metric(others[other])) for kept, others in pairs])

@@ -130,7 +130,7 @@ CHOICES = ("alternate:40%", "middle:40%", "last:40%")
 """The choices of layers that differ most and none of which looks at the data; the one to take without trying first."""
 
 
-def best_choice(values: Mapping[str, float], *, larger_is_better: bool) -> str | None:
+def best_choice(values: Mapping[str, float | None], *, larger_is_better: bool) -> str | None:
     """The choice with the best value, of equal ones the first; None if there is no finite value.
 
     Example:
@@ -138,7 +138,7 @@ def best_choice(values: Mapping[str, float], *, larger_is_better: bool) -> str |
         >>> best_choice({"a": 0.8, "b": 0.9, "c": 0.9, "d": math.nan}, larger_is_better=True)
         'b'
     """
-    finite = {choice: value for choice, value in values.items() if math.isfinite(value)}
+    finite = {choice: value for choice, value in values.items() if value is not None and math.isfinite(value)}
     return (max if larger_is_better else min)(finite, key=finite.__getitem__, default=None)
 
 

@@ -15,16 +15,13 @@ from typing import Any
 from peft_surgical.distributed import gather, this_process
 from peft_surgical.layers import resolve_layers
 from peft_surgical.methods.trainer import CHOICES, best_choice
-from peft_surgical.training.card import CHECKPOINTS, remove_checkpoints
+from peft_surgical.training.card import CHECKPOINTS, TRIED, remove_checkpoints
 from peft_surgical.training.common import Diverged
 from peft_surgical.training.job import TrainingJob
 from peft_surgical.training.kinds import LOWER_IS_BETTER
 from peft_surgical.training.options import write_text
 from peft_surgical.training.planning import Plan, plan
 from peft_surgical.training.run import TrainingRun, count_steps
-
-
-FOLDER = "tried"
 
 
 def try_layers(run: TrainingRun, begin: Callable[[TrainingRun], object]) -> None:
@@ -39,7 +36,7 @@ def try_layers(run: TrainingRun, begin: Callable[[TrainingRun], object]) -> None
     Raises:
         ValueError: Training diverged with every choice.
     """
-    job, file = run.job, run.folder / FOLDER / "tried.json"
+    job, file = run.job, run.folder / TRIED / "tried.json"
     choices: dict[str, dict[str, Any]] = {}
     for choice in CHOICES:
         layers = [layer.index for layer in resolve_layers(run.prepared.model, choice, job.stack)]
@@ -56,9 +53,7 @@ def try_layers(run: TrainingRun, begin: Callable[[TrainingRun], object]) -> None
         if choice not in done:
             choices[choice] = done[choice] = gather(_try(run, choice, begin))[0]
             gc.collect()  # a trainer is held by what it holds, and the memory is needed
-        values = {
-            name: math.nan if (value := done[name]["value"]) is None else value for name in choices if name in done
-        }
+        values = {name: done[name]["value"] for name in choices if name in done}
         run.tried["kept"] = kept = best_choice(values, larger_is_better=run.metric not in LOWER_IS_BETTER)
         if this_process().is_main_process:
             write_text(file, json.dumps({"length": length, "choices": done}, indent=2) + "\n")
@@ -98,19 +93,19 @@ def _try(run: TrainingRun, choice: str, begin: Callable[[TrainingRun], object]) 
     except Diverged:
         value = None
     seconds, state, name = time.perf_counter() - started, part.trainer.state, f"eval_{run.metric}"
-    begun = int(part.checkpoint.name.rpartition("-")[2]) if part.checkpoint else 0
+    steps, begun = state.global_step, int(part.checkpoint.name.rpartition("-")[2]) if part.checkpoint else 0
     return {
         **run.tried["choices"][choice],
         "parameters": part.trained_parameters,
         "value": value,
-        "steps": state.global_step,
+        "steps": steps,
         # of all its steps, where some were taken before an interruption
-        "seconds": round(seconds * state.global_step / max(state.global_step - begun, 1), 2),
+        "seconds": round(seconds * steps / (steps - begun) if steps > begun else seconds, 2),
         "history": [[entry["step"], entry[name]] for entry in state.log_history if name in entry],
     }
 
 
 def _job_of(job: TrainingJob, choice: str) -> TrainingJob:
     """The job of one choice, which keeps its last and its best checkpoint."""
-    folder = Path(job.output) / FOLDER / re.sub(r"\W+", "-", choice).strip("-")
+    folder = Path(job.output) / TRIED / re.sub(r"\W+", "-", choice).strip("-")
     return dataclasses.replace(job, layers=choice, output=str(folder), keep_checkpoints=True)

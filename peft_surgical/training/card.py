@@ -34,6 +34,7 @@ logger = logging.getLogger(__name__)
 RANKING_FILE = "ranking.json"
 METRICS_FILE = "metrics.json"
 CHECKPOINTS = "checkpoints"
+TRIED = "tried"
 
 
 def check_folder(job: TrainingJob, *, resume: bool = False, overwrite: bool = False) -> dict[str, Any] | None:
@@ -70,7 +71,7 @@ def check_folder(job: TrainingJob, *, resume: bool = False, overwrite: bool = Fa
         return None
     if not any(_is_longer(name, getattr(old, name), now) for name, now in vars(job).items()):
         return json.loads((folder / METRICS_FILE).read_text(encoding="utf-8"))
-    if not any(newest_checkpoint(place) for place in folder.rglob(CHECKPOINTS)):
+    if not any(newest_checkpoint(place) for place in checkpoint_folders(folder)):
         raise ValueError(
             f"--output {folder} holds a finished run without the checkpoints that it could go on from, which "
             "--keep-checkpoints keeps. Use --overwrite to start over."
@@ -81,6 +82,11 @@ def check_folder(job: TrainingJob, *, resume: bool = False, overwrite: bool = Fa
 def _is_longer(name: str, before: Any, now: Any) -> bool:
     """Whether an option makes a run that is resumed longer; -1 steps are as many as the epochs need."""
     return name in ("epochs", "max_steps") and before != now and (now == -1 or 0 < before < now)
+
+
+def checkpoint_folders(folder: Path) -> list[Path]:
+    """Where the checkpoints of a run are, and with `layers="auto"` those of each choice."""
+    return [folder / CHECKPOINTS, *folder.glob(f"{TRIED}/*/{CHECKPOINTS}")]
 
 
 def newest_checkpoint(folder: Path) -> Path | None:

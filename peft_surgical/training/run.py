@@ -11,7 +11,7 @@ from typing import Any
 
 from datasets import Dataset
 from torch import nn
-from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, set_seed
+from transformers import EarlyStoppingCallback, TrainerCallback, set_seed
 
 from peft_surgical.distributed import this_process
 from peft_surgical.layers import find_stacks
@@ -21,6 +21,7 @@ from peft_surgical.training.card import (
     METRICS_FILE,
     RANKING_FILE,
     check_folder,
+    checkpoint_folders,
     is_at_end,
     newest_checkpoint,
     remove_checkpoints,
@@ -148,11 +149,10 @@ class TrainingRun:
         started = time.perf_counter()
         if not hasattr(self, "model"):
             self.adapt()
-        trainer: Any = self.make_trainer(self.metric if self.prepared.parts.selection else None)
-        if self.checkpoint and is_at_end(self.checkpoint, count_steps(self.job, len(trainer.train_dataset))):
-            trainer.args.num_train_epochs, trainer.args.max_steps = 0, -1
-        self.trainer = trainer
-        trainer.train(resume_from_checkpoint=str(self.checkpoint) if self.checkpoint else None)
+        self.trainer = self.make_trainer(self.metric if self.prepared.parts.selection else None)
+        if self.checkpoint and is_at_end(self.checkpoint, count_steps(self.job, len(self.trainer.train_dataset))):
+            self.trainer.args.num_train_epochs, self.trainer.args.max_steps = 0, -1
+        self.trainer.train(resume_from_checkpoint=str(self.checkpoint) if self.checkpoint else None)
         self.seconds["train"] = time.perf_counter() - started
 
     def finish(self) -> dict[str, Any]:
@@ -187,12 +187,12 @@ class TrainingRun:
             (self.folder / "training_args.bin").unlink(missing_ok=True)
             write_model_card(self.folder, self.job, self.prepared.parts, results, self.ranking, self.model)
             write_text(self.folder / METRICS_FILE, json.dumps(results, indent=2) + "\n")
-            for place in [] if self.job.keep_checkpoints else [*self.folder.rglob(CHECKPOINTS)]:
+            for place in [] if self.job.keep_checkpoints else checkpoint_folders(self.folder):
                 remove_checkpoints(place)
         this_process().wait_for_everyone()
         return results
 
-    def make_trainer(self, metric: str | None = None) -> Trainer:
+    def make_trainer(self, metric: str | None = None) -> Any:
         """The Trainer of the adapted model, which chooses its best checkpoint by a metric if there is one."""
         prepared = self.prepared
         arguments = training_arguments(self.job, self.model, metric, prepared.task.kind)
