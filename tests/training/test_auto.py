@@ -91,6 +91,8 @@ def test_the_best_of_the_choices_is_kept_as_it_is_alone(job, tmp_path, kind, opt
         assert found["layers"] == [*one["layers"].values()][0]
         assert (found["steps"], found["parameters"]) == (one["training"]["steps"], one["parameters"]["trained"])
         assert found["history"] == [[row["step"], row[results["metric"]]] for row in one["history"]]
+    if "early_stopping" in options:
+        assert min(found["steps"] for found in tried["choices"].values()) < 9 * 4
     if kind != "chats":
         assert evaluate(asked.output).metrics == {
             name: results["evaluation"][name] for name in evaluate(asked.output).metrics
