@@ -8,8 +8,10 @@ from contextlib import nullcontext
 import pytest
 import torch
 from adapters import METHODS, make_config
+from datasets import Dataset
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
+from tiny_chat import save_language_model
 from tiny_models import batch, build
 from torch.utils.data import SequentialSampler
 from transformers import Trainer, TrainerCallback, TrainingArguments
@@ -237,6 +239,31 @@ def test_layers_may_rest_in_the_dtype_of_the_base(tmp_path):
         for name, value in whole.state_dict().items():
             assert torch.equal(again.state_dict()[name], value), name
             assert again.state_dict()[name].dtype == value.dtype
+
+
+def test_trl_trains_in_turns(tmp_path):
+    trl = pytest.importorskip("trl")
+    folder = save_language_model(tmp_path / "model")
+    trainer = trl.SFTTrainer(
+        str(folder),
+        args=trl.SFTConfig(
+            str(tmp_path),
+            max_steps=4,
+            per_device_train_batch_size=2,
+            use_cpu=True,
+            bf16=False,
+            report_to=[],
+            disable_tqdm=True,
+            save_strategy="no",
+        ),
+        train_dataset=Dataset.from_dict({"text": ["w1 w2 w3 w4", "w5 w6 w7"] * 8}),
+        peft_config=SurgicalConfig(task_type="CAUSAL_LM", layers="all"),
+        callbacks=[RotateLayers(1, every=2, order="ascending")],
+    )
+    before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    trainer.train()
+    moved = {name for name, p in trainer.model.named_parameters() if not torch.equal(p, before[name])}
+    assert moved == {name for name in before if ".default." in name and (".layers.0." in name or ".layers.1." in name)}
 
 
 @pytest.mark.parametrize("order", ["random", "shuffled", "ascending", "descending"])
