@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import increment_version
 from transformers import TrainerCallback
 
 from peft_surgical.copies.module import TunedModule
@@ -121,7 +122,7 @@ class RotateLayers(TrainerCallback):
         is_new = state.global_step % self.every == 0
         if is_new or not self._is_begun:
             self._is_begun, self._tuner.resting = True, resting
-            self._round(resting)
+            self._lay_to_rest(resting)
             for parameter in turn:
                 if parameter in self._dtypes:
                     parameter.data = parameter.data.float()
@@ -133,7 +134,7 @@ class RotateLayers(TrainerCallback):
                 optimizer.state.pop(parameter, None)
 
     def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        self._round(p for layer in self._layers for p in layer)
+        self._lay_to_rest(p for layer in self._layers for p in layer)
         _wake(model)
         self._release()
 
@@ -144,9 +145,10 @@ class RotateLayers(TrainerCallback):
         numbers = self.layers_of(step // self.every, len(self._layers))
         return {parameter: None for number in numbers for parameter in self._layers[number]}
 
-    def _round(self, parameters: Iterable[nn.Parameter]) -> None:
+    def _lay_to_rest(self, parameters: Iterable[nn.Parameter]) -> None:
         for parameter in parameters:
             parameter.data = parameter.data.to(self._dtypes.get(parameter, parameter.dtype))
+            increment_version(parameter)  # a fused AdamW does not, and what is cast for inference is kept by it
 
     # ---- checks
 

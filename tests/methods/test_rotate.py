@@ -215,6 +215,25 @@ def test_a_switch_inside_a_turn_wakes_no_layer(tmp_path):
     trainer_of(model, tmp_path, [callback, Switch(), Watch(callback)]).train()
 
 
+@pytest.mark.parametrize("round_at_rest", [False, True])
+def test_an_evaluation_between_steps_sees_what_was_trained(round_at_rest, tmp_path):
+    """A fused AdamW leaves no trace in a tensor's version, and casts of what rests are kept for inference."""
+
+    class Evaluate(TrainerCallback):
+        @torch.no_grad()
+        def on_step_end(self, args, state, control, model=None, **kwargs):
+            found = model.eval()(**inputs).logits
+            merged = copy.deepcopy(model).merge_and_unload().eval()
+            assert torch.equal(found, merged(**inputs).logits), state.global_step
+            model.train()
+
+    inputs = batch("bert", labels=False)
+    base = build("bert", **WITHOUT_DROPOUT).bfloat16()
+    model = get_peft_model(base, make_config("SURGICAL", "bert", range(DEPTH)))
+    callbacks = [RotateLayers(2, 1, "ascending", round_at_rest=round_at_rest), Evaluate()]
+    trainer_of(model, tmp_path, callbacks, optim="adamw_torch_fused", save_strategy="no").train()
+
+
 def test_layers_may_rest_in_the_dtype_of_the_base(tmp_path):
     class Dtypes(TrainerCallback):
         def on_step_end(self, args, state, control, model=None, **kwargs):
