@@ -16,6 +16,7 @@ from peft_surgical.distributed import ddp_around, engine_of, renew_reducer
 from peft_surgical.layers import find_stacks
 from peft_surgical.methods.before_training import adapter_parameters
 from peft_surgical.methods.tuner import DeltaTuner
+from peft_surgical.names import as_attribute
 
 
 ORDERS = ("random", "shuffled", "ascending", "descending")
@@ -63,7 +64,7 @@ class RotateLayers(TrainerCallback):
         """Hold nothing of a model."""
         self._tuner: Any = None
         self._layers: list[list[nn.Parameter]] = []
-        self._dtypes: dict[torch.Tensor, torch.dtype] = {}  # at rest
+        self._dtypes: dict[nn.Parameter, torch.dtype] = {}  # at rest
         self._is_begun = False
         self._ddp: Any = None
 
@@ -193,12 +194,14 @@ def _wake(model: nn.Module) -> DeltaTuner:
     )
 
 
-def _dtypes_of_base(model: nn.Module) -> dict[torch.Tensor, torch.dtype]:
+def _dtypes_of_base(model: nn.Module) -> dict[nn.Parameter, torch.dtype]:
     """By trained copy, the dtype that the base's tensor has."""
-    tuned = [module for module in model.modules() if isinstance(module, TunedModule)]
-    found: dict[torch.Tensor, torch.dtype] = {}
-    for module in tuned:
-        for adapter in set(module.active_adapters) & set(module.tuned):
-            copies = module.tuned[adapter]
-            found.update({copies[name]: module._dtype_of(name) for name in copies.names})
+    found = {}
+    for module in model.modules():
+        if isinstance(module, TunedModule):
+            for adapter in set(module.active_adapters) & set(module.tuned):
+                for name in module.tuned[adapter].names:
+                    copy = module.tuned[adapter]._parameters.get(as_attribute(name))
+                    if copy is not None:  # else a buffer
+                        found[copy] = module._dtype_of(name)
     return found
