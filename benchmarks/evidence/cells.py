@@ -20,7 +20,7 @@ from benchmarks.evidence.plans import RATE_TASKS, alternate, train_jobs, weight
 
 KINDS = ("last", "fisher", "alternate", "middle", "spread", "random")
 """Ways to choose layers that every model is tuned by; `lowest_fisher` and the like begin at the other end."""
-LADDERS = dict.fromkeys(("layers", "full", "mlp", "attention"), (1, 2, 5))
+LADDERS = dict.fromkeys(("layers", "turns", "full", "mlp", "attention"), (1, 2, 5))
 LADDER = (1, 3)
 FEW_LAYERS = (1e-4, 2e-4, 5e-4)
 """Where the search begins for a single layer."""

@@ -16,6 +16,7 @@ import transformers
 
 from benchmarks.evidence import criteria, decoders, methods, models, prompts, records, tasks, training, warm_start
 from benchmarks.evidence.training import Trainee
+from benchmarks.evidence.turns import make_trainee
 from peft_surgical.ranking.rank import rank_layers
 
 
@@ -162,7 +163,7 @@ def train_job(place: Place, job: Job) -> None:
     for tuning, rate in zip(job.items, job.rates, strict=True):
         torch.manual_seed(job.seed)
         adapted = methods.adapt(copy.deepcopy(base), tuning)
-        trainees.append(Trainee(training.halve_frozen(adapted), rate))
+        trainees.append(make_trainee(training.halve_frozen(adapted), rate, tuning, job.seed))
     training.fit(trainees, task, data.train, data.held_out, seed=job.seed)
     for tuning, trainee in zip(job.items, trainees, strict=True):
         assert trainee.best is not None

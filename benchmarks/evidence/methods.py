@@ -3,6 +3,7 @@
     full                        all parameters
     head                        the head alone
     layers-3.4.5                all parameters of these layers (SurgicalConfig)
+    turns-2-50-shuffled         all layers, two at a time for 50 steps (RotateLayers), in such an order
     lora-I, lora-II             PEFT's LoRA with r = 64 on query, key, value (II: and the attention's output)
     lora-16, lora-64            PEFT's LoRA with such a rank on all linear maps of the layers
     mlp, attention, norms       these parts of all layers
@@ -39,6 +40,7 @@ RATES: dict[str, tuple[float, ...]] = {
     "attention": (2e-5, 5e-5, 1e-4),
     "norms": (3e-4, 1e-3, 3e-3),
     "layers": (5e-5, 1e-4, 2e-4),
+    "turns": (5e-5, 1e-4, 2e-4),
     "lora": (1e-4, 3e-4, 1e-3),
     "bitfit": (3e-4, 1e-3, 3e-3),
     "spafit": (2e-4, 6e-4, 2e-3),
@@ -144,6 +146,8 @@ def adapt(model: nn.Module, tuning: str) -> nn.Module:
 def _config(model: nn.Module, tuning: str, heads: list[str]):
     if match := re.fullmatch(r"layers-([\d.]+)", tuning):
         return SurgicalConfig(layers=_numbers(match[1]), modules_to_save=heads)
+    if tuning.startswith("turns-"):
+        return SurgicalConfig(layers="all", modules_to_save=heads)
     if match := re.fullmatch(r"lora-(I|II)", tuning):
         targets = attention_names(model, resolve_layers(model, "all"), match[1])
         return LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=targets, modules_to_save=heads)

@@ -19,10 +19,8 @@ from benchmarks.evidence.tasks import PAD_TO, Rows, Task, score
 from peft_surgical.copies.module import TunedModule
 
 
-WEIGHT_DECAY = 0.01
-WARM_UP = 0.06
-CLIP = 1.0
-PATIENCE = 3
+WEIGHT_DECAY, WARM_UP = 0.01, 0.06
+CLIP, PATIENCE = 1.0, 3
 GRAPHS = "NO_GRAPHS" not in os.environ
 QUANTILES = (0.25, 0.5, 0.75, 0.9, 1.0)
 """Batches are padded to one of a few lengths: these quantiles of the rows' own."""
@@ -50,6 +48,11 @@ class Trainee:
         )
         self.best: Best | None = None
         self.history: list[dict[str, float]] = []
+
+    def begin_step(self, number: int, share: float) -> bool:
+        """Called before each step, with its number from 0; whether other parameters are trained from it on."""
+        self.set_rate(share)
+        return False
 
     def step(self, inputs: dict[str, Tensor], labels: Tensor) -> None:
         """Forward, backward and update."""
@@ -172,9 +175,9 @@ def train(
             for trainee in trainees:
                 trainee.model.train()
             for index, length in draw_batches(lengths_of_rows, batch, lengths, generator):
+                if any([trainee.begin_step(done, schedule(done + 1, epochs * per_epoch)) for trainee in trainees]):
+                    together.close()  # its graphs are of those before
                 done += 1
-                for trainee in trainees:
-                    trainee.set_rate(schedule(done, epochs * per_epoch))
                 index = index.to(rows.labels.device, non_blocking=True)
                 together.step(cut(rows, index, length), rows.labels[index])
             yield per_epoch

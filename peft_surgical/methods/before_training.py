@@ -58,6 +58,9 @@ def before_training(tuner: Any) -> None:
         tuner._held_buffers = HeldBuffers()
         warn_of_surprises(tuner, tuner._frozen_on_purpose)
         tuner._backward_start.look_again()
+        for module in tuner.model.modules():
+            if isinstance(module, TunedModule):
+                module._kept.clear()  # a fused AdamW leaves no trace in a tensor's version
         tuner._gradient_watch = GradientWatch(adapter_parameters(tuner.model, tuner.active_adapters))
     BaseOnHost.of(tuner).before_forward()
     tuner._backward_start.update(tuner.model)

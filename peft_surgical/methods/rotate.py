@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import increment_version
 from transformers import TrainerCallback
 
 from peft_surgical.copies.module import TunedModule
@@ -15,6 +16,7 @@ from peft_surgical.distributed import ddp_around, engine_of, renew_reducer
 from peft_surgical.layers import find_stacks
 from peft_surgical.methods.before_training import adapter_parameters
 from peft_surgical.methods.tuner import DeltaTuner
+from peft_surgical.names import as_attribute
 
 
 ORDERS = ("random", "shuffled", "ascending", "descending")
@@ -62,7 +64,7 @@ class RotateLayers(TrainerCallback):
         """Hold nothing of a model."""
         self._tuner: Any = None
         self._layers: list[list[nn.Parameter]] = []
-        self._dtypes: dict[torch.Tensor, torch.dtype] = {}  # at rest
+        self._dtypes: dict[nn.Parameter, torch.dtype] = {}  # at rest
         self._is_begun = False
         self._ddp: Any = None
 
@@ -121,7 +123,7 @@ class RotateLayers(TrainerCallback):
         is_new = state.global_step % self.every == 0
         if is_new or not self._is_begun:
             self._is_begun, self._tuner.resting = True, resting
-            self._round(resting)
+            self._lay_to_rest(resting)
             for parameter in turn:
                 if parameter in self._dtypes:
                     parameter.data = parameter.data.float()
@@ -133,7 +135,7 @@ class RotateLayers(TrainerCallback):
                 optimizer.state.pop(parameter, None)
 
     def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        self._round(p for layer in self._layers for p in layer)
+        self._lay_to_rest(p for layer in self._layers for p in layer)
         _wake(model)
         self._release()
 
@@ -144,9 +146,10 @@ class RotateLayers(TrainerCallback):
         numbers = self.layers_of(step // self.every, len(self._layers))
         return {parameter: None for number in numbers for parameter in self._layers[number]}
 
-    def _round(self, parameters: Iterable[nn.Parameter]) -> None:
+    def _lay_to_rest(self, parameters: Iterable[nn.Parameter]) -> None:
         for parameter in parameters:
             parameter.data = parameter.data.to(self._dtypes.get(parameter, parameter.dtype))
+            increment_version(parameter)  # a fused AdamW does not, and what is cast for inference is kept by it
 
     # ---- checks
 
@@ -191,12 +194,14 @@ def _wake(model: nn.Module) -> DeltaTuner:
     )
 
 
-def _dtypes_of_base(model: nn.Module) -> dict[torch.Tensor, torch.dtype]:
+def _dtypes_of_base(model: nn.Module) -> dict[nn.Parameter, torch.dtype]:
     """By trained copy, the dtype that the base's tensor has."""
-    tuned = [module for module in model.modules() if isinstance(module, TunedModule)]
-    found: dict[torch.Tensor, torch.dtype] = {}
-    for module in tuned:
-        for adapter in set(module.active_adapters) & set(module.tuned):
-            copies = module.tuned[adapter]
-            found.update({copies[name]: module._dtype_of(name) for name in copies.names})
+    found = {}
+    for module in model.modules():
+        if isinstance(module, TunedModule):
+            for adapter in set(module.active_adapters) & set(module.tuned):
+                for name in module.tuned[adapter].names:
+                    copy = module.tuned[adapter]._parameters.get(as_attribute(name))
+                    if copy is not None:  # else a buffer
+                        found[copy] = module._dtype_of(name)
     return found

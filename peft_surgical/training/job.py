@@ -75,6 +75,13 @@ class TrainingJob:
             "the last ones in turn, and what is best on held-out rows is kept. Default: every other layer."
         ),
     ] = None
+    rotate_every: Annotated[
+        int | None,
+        _METHOD(
+            "Train the layers in turns of so many steps, a few at a time. Default of --layers: all.", positive=True
+        ),
+    ] = None
+    rotate_layers: Annotated[int, _METHOD("How many layers a turn trains.", positive=True)] = 2
     preset: Annotated[str | None, _METHOD("A SPAFIT model of the paper, such as SPAFIT-4-9-II.")] = None
     n1: Annotated[
         int | float | None,

@@ -87,7 +87,8 @@ def configure_surgical(model: nn.Module, options: Options, ranking: LayerRanking
     depth = len(choose_stack(model, options["stack"]) if ranking is None else ranking.scores)
     top_k = options["top_k"] or default_top_k(depth)
     if ranking is None:
-        return _tune_layers(options, shared, layers=_in_stack(options, f"alternate:{top_k}"))
+        chosen = "all" if options["rotate_every"] and not options["top_k"] else f"alternate:{top_k}"
+        return _tune_layers(options, shared, layers=_in_stack(options, chosen))
     return _tune_layers(options, shared, ranking=ranking, top_k=top_k)
 
 
@@ -241,6 +242,7 @@ def _lora_options(options: Options, *, rank: int, alpha: int, dropout: float) ->
     return defaults | {name: value for name, value in given.items() if value is not None}
 
 
+OF_TURNS = {"rotate_every", "rotate_layers"}
 OF_A_RANKING = {"samples", "fisher_labels", "aggregation", "head_seeds"}
 _LORA = {"lora_r", "lora_alpha", "lora_dropout"}
 
@@ -249,7 +251,7 @@ METHODS: dict[str, Method] = {
         configure_surgical,
         "all weights of some layers",
         5e-5,
-        frozenset({"top_k", "layers", "stack", "dequantize", "ranking", "score", *OF_A_RANKING}),
+        frozenset({"top_k", "layers", "stack", "dequantize", "ranking", "score", *OF_A_RANKING, *OF_TURNS}),
         ranks=lambda options: bool(options["ranking"] or options["score"]),
         check=check_layers,
     ),

@@ -95,6 +95,10 @@ def check_together(job: Any) -> None:
         raise ValueError("--layers auto keeps what is best on the rows that --select-on none does not keep. Drop one.")
     if job.ranking is not None and job.score is not None:
         raise ValueError(f"--ranking {job.ranking} and --score {job.score} both rank the layers. Drop one.")
+    if job.rotate_layers != 2 and job.rotate_every is None:
+        raise ValueError(
+            f"--rotate-layers {job.rotate_layers} is for layers in turns. Add --rotate-every, or drop it."
+        )
     if job.method == "spafit":
         chosen = [name for name in ("preset", "n1", "n2", "ranking") if getattr(job, name) is not None]
         if len(chosen) > 1 and chosen != ["n1", "n2"]:

@@ -15,6 +15,7 @@ from transformers import EarlyStoppingCallback, TrainerCallback, set_seed
 
 from peft_surgical.distributed import this_process
 from peft_surgical.layers import find_stacks
+from peft_surgical.methods.rotate import RotateLayers
 from peft_surgical.ranking.rank import LayerRanking
 from peft_surgical.training.card import (
     CHECKPOINTS,
@@ -28,12 +29,7 @@ from peft_surgical.training.card import (
     write_model_card,
 )
 from peft_surgical.training.common import max_length
-from peft_surgical.training.evaluation import (
-    majority,
-    make_trainer,
-    precision_restored,
-    shared_arguments,
-)
+from peft_surgical.training.evaluation import majority, make_trainer, precision_restored, shared_arguments
 from peft_surgical.training.job import TrainingJob
 from peft_surgical.training.kinds import CAUSAL_LM, LOWER_IS_BETTER
 from peft_surgical.training.methods import AUTO, METHODS, adapt
@@ -199,6 +195,8 @@ class TrainingRun:
         callbacks = [*self.callbacks, LossOfEpochs()]
         if metric is not None and self.job.early_stopping is not None:
             callbacks.append(EarlyStoppingCallback(self.job.early_stopping))
+        if self.job.rotate_every is not None:
+            callbacks.append(RotateLayers(self.job.rotate_layers, self.job.rotate_every, seed=self.job.seed))
         options = {"eval_dataset": self._encode(prepared.parts.selection), "callbacks": callbacks}
         if self.is_language:
             from peft_surgical.training.language import make_language_trainer

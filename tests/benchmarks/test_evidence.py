@@ -47,6 +47,7 @@ from benchmarks.evidence import (
     training,
     warm_start,
 )
+from benchmarks.evidence.turns import make_trainee
 from peft_surgical.ranking.rank import rank_layers
 
 
@@ -341,8 +342,26 @@ def test_plans_become_layers():
     assert methods.resolve("lora-II", orders) == "lora-II"
 
 
+STRATA = "strata-II-lora.1.2-bitfit.5"
+
+
+def test_layers_can_take_turns(place):
+    rows, model = loaded(place, "cola")
+    before, name = copy.deepcopy(model).state_dict(), "turns-1-3-ascending"
+    trainee = make_trainee(methods.adapt(model, name), 1e-3, name, seed=0)
+    (steps,) = training.train([trainee], rows.train, batch=-(-len(rows.train) // 7), epochs=1, seed=0)
+    assert 3 < steps < 10
+    trainee.best = training.Best((1.0, 0.0), 1, [p.detach().clone() for p in trainee.parameters])
+    trainee.restore()
+    assert all(p.requires_grad for p in trainee.parameters)
+    after = trainee.model.merge_and_unload().state_dict()
+    moved = [name for name in before if ".layer." in name and not torch.equal(before[name], after[name])]
+    assert {name.split(".layer.")[1][0] for name in moved} == {str(turn) for turn in range(-(-steps // 3))}
+
+
 @pytest.mark.parametrize(
-    "tuning", ["full", "head", "layers-0.4", "lora-I", "bitfit", "spafit-2-4-I", "strata-II-lora.1.2-bitfit.5"]
+    "tuning",
+    ["full", "head", "layers-0.4", "turns-2-50-random", "lora-I", "bitfit", "spafit-2-4-I", STRATA],
 )
 def test_every_method_trains_what_it_says(place, tuning):
     _, model = loaded(place, "cola")
@@ -354,7 +373,7 @@ def test_every_method_trains_what_it_says(place, tuning):
         "head": set(),
         "layers-0.4": {0, 4},
         "spafit-2-4-I": {3, 4, 5},
-        "strata-II-lora.1.2-bitfit.5": {1, 2, 5},
+        STRATA: {1, 2, 5},
     }
     assert layers == expected.get(tuning, set(range(6)))
     size = methods.size(ready)

@@ -11,17 +11,19 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 import torch.distributed as dist
 import typer
 from datasets import Dataset
 from distributed.launch import free_port
 from forks import run_forked
+from safetensors.torch import load_file
 from tiny_task import LABELS, make_rows, save_base, save_data
 from typer.testing import CliRunner
 
 import peft_surgical.distributed
 import peft_surgical.training.progress as progress
-from peft_surgical import LayerRanking
+from peft_surgical import LayerRanking, RotateLayers
 from peft_surgical.cli import app
 from peft_surgical.cli.common import as_command
 from peft_surgical.cli.job import read_config, read_layers
@@ -270,6 +272,20 @@ def test_every_option_of_a_job_reaches_the_job(run, base, data, out):
     assert (out / "checkpoints").exists()
 
 
+def test_layers_are_trained_in_turns(run, base, data, out):
+    options = ["--rotate-every", 2, "--rotate-layers", 1, "--max-steps", 3, "--select-on", "none"]
+    run("train", "--model", base, "--data", data, "--output", out, *options)
+    saved = load_file(out / "adapter_model.safetensors")
+    start = load_file(f"{base}/model.safetensors")
+    moved = {layer: False for layer in "0123"}
+    for name, value in saved.items():
+        if layer := re.search(r"\.layer\.(\d)", name):
+            in_base = name.replace(".surgical_params", "").removeprefix("base_model.model.bert.")
+            moved[layer[1]] |= not torch.equal(value, start[in_base])
+    of_two_turns = [str(RotateLayers(1, 2).layers_of(turn, 4)[0]) for turn in (0, 1)]
+    assert moved == {layer: layer in of_two_turns for layer in "0123"}
+
+
 def test_quiet_says_nothing(run, base, data, out):
     words = run("train", "--model", base, "--data", data, "--output", out, "--top-k", 1, "--score", "fisher",
                 "--samples", 8, "--max-steps", 1, "--quiet")  # fmt: skip
@@ -301,6 +317,8 @@ def test_warnings_of_the_package_are_shown(run, base, out, tmp_path):
         (["--top-k", "9"], "encoder has 4 layers; allowed are 1 to 4"),
         (["--score", "magic"], "magic"),
         (["--text-column", "nope"], "no such column; the columns are ['text', 'label']"),
+        (["--rotate-layers", "3"], "Add --rotate-every"),
+        (["--rotate-every", "2", "--method", "lora"], "it goes with surgical"),
         (["--method", "head", "--top-k", "1"], "--top-k has no meaning with --method head"),
     ],
 )

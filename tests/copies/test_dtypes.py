@@ -75,3 +75,23 @@ def test_merging_rounds_once(dtype):
     merged = model.merge_and_unload()
     assert copies
     assert all(torch.equal(merged.get_parameter(name), value.to(dtype)) for name, value in copies.items())
+
+
+def test_a_cast_that_was_kept_before_a_training_is_not_used_after_it():
+    """A fused AdamW, which is what Trainer takes, leaves no trace in a tensor's version."""
+    model = get_peft_model(build("bert").to(BF16), SurgicalConfig(task_type="SEQ_CLS", layers=[1]))
+
+    @torch.no_grad()
+    def logits():
+        model.eval().set_adapter("default", inference_mode=True)
+        return model(**batch("bert", labels=False)).logits
+
+    before = logits()
+    model.train().set_adapter("default")
+    copies = [p for name, p in model.named_parameters() if ".surgical_params." in name]
+    optimizer = torch.optim.AdamW(copies, lr=0.1, fused=True)
+    model(**batch("bert")).loss.backward()
+    optimizer.step()
+    after = logits()
+    assert not torch.equal(after, before)
+    assert torch.equal(after, model.merge_and_unload()(**batch("bert", labels=False)).logits)

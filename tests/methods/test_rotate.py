@@ -8,8 +8,10 @@ from contextlib import nullcontext
 import pytest
 import torch
 from adapters import METHODS, make_config
+from datasets import Dataset
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
+from tiny_chat import save_language_model
 from tiny_models import batch, build
 from torch.utils.data import SequentialSampler
 from transformers import Trainer, TrainerCallback, TrainingArguments
@@ -213,6 +215,25 @@ def test_a_switch_inside_a_turn_wakes_no_layer(tmp_path):
     trainer_of(model, tmp_path, [callback, Switch(), Watch(callback)]).train()
 
 
+@pytest.mark.parametrize("round_at_rest", [False, True])
+def test_an_evaluation_between_steps_sees_what_was_trained(round_at_rest, tmp_path):
+    """A fused AdamW leaves no trace in a tensor's version, and casts of what rests are kept for inference."""
+
+    class Evaluate(TrainerCallback):
+        @torch.no_grad()
+        def on_step_end(self, args, state, control, model=None, **kwargs):
+            found = model.eval()(**inputs).logits
+            merged = copy.deepcopy(model).merge_and_unload().eval()
+            assert torch.equal(found, merged(**inputs).logits), state.global_step
+            model.train()
+
+    inputs = batch("bert", labels=False)
+    base = build("bert", **WITHOUT_DROPOUT).bfloat16()
+    model = get_peft_model(base, make_config("SURGICAL", "bert", range(DEPTH)))
+    callbacks = [RotateLayers(2, 1, "ascending", round_at_rest=round_at_rest), Evaluate()]
+    trainer_of(model, tmp_path, callbacks, optim="adamw_torch_fused", save_strategy="no").train()
+
+
 def test_layers_may_rest_in_the_dtype_of_the_base(tmp_path):
     class Dtypes(TrainerCallback):
         def on_step_end(self, args, state, control, model=None, **kwargs):
@@ -237,6 +258,31 @@ def test_layers_may_rest_in_the_dtype_of_the_base(tmp_path):
         for name, value in whole.state_dict().items():
             assert torch.equal(again.state_dict()[name], value), name
             assert again.state_dict()[name].dtype == value.dtype
+
+
+def test_trl_trains_in_turns(tmp_path):
+    trl = pytest.importorskip("trl")
+    folder = save_language_model(tmp_path / "model")
+    trainer = trl.SFTTrainer(
+        str(folder),
+        args=trl.SFTConfig(
+            str(tmp_path),
+            max_steps=4,
+            per_device_train_batch_size=2,
+            use_cpu=True,
+            bf16=False,
+            report_to=[],
+            disable_tqdm=True,
+            save_strategy="no",
+        ),
+        train_dataset=Dataset.from_dict({"text": ["w1 w2 w3 w4", "w5 w6 w7"] * 8}),
+        peft_config=SurgicalConfig(task_type="CAUSAL_LM", layers="all"),
+        callbacks=[RotateLayers(1, every=2, order="ascending")],
+    )
+    before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    trainer.train()
+    moved = {name for name, p in trainer.model.named_parameters() if not torch.equal(p, before[name])}
+    assert moved == {name for name in before if ".default." in name and (".layers.0." in name or ".layers.1." in name)}
 
 
 @pytest.mark.parametrize("order", ["random", "shuffled", "ascending", "descending"])
