@@ -270,6 +270,8 @@ def whole_base(folder: Path, work: Path) -> Path:
     target = work / folder.name
     if not (target / "config.json").exists():
         model = AutoModelForCausalLM.from_pretrained(folder, gguf_file="model.gguf", dtype=torch.float32)
+        model.hf_quantizer = None  # its tensors are plain ones by now, which transformers does not know
+        vars(model.config).pop("quantization_config", None)
         model.save_pretrained(target)
         AutoTokenizer.from_pretrained(folder).save_pretrained(target)
     return target
