@@ -183,7 +183,8 @@ def scorer(tuned: Path, name: str, data: Path, tokenizer: Any) -> Callable[[dict
     """Gives the points of the fine-tune on validation rows with other values."""
     task = tasks.TASKS[name]
     rows = rows_of(tuned, name, tokenizer, data).validation
-    rows = rows.take(torch.arange(len(rows))[:: max(1, math.ceil(len(rows) / ROWS))])
+    most = ROWS // 2 if decoders.is_decoder(tuned) else ROWS
+    rows = rows.take(torch.arange(len(rows))[:: max(1, math.ceil(len(rows) / most))])
     model = open_model(tuned, name, tokenizer, dtype="auto").eval()
     tensors = dict(model.named_parameters())  # tied ones once
     dtypes = {key: tensor.dtype for key, tensor in tensors.items()}
@@ -227,7 +228,8 @@ def table(record: dict[str, Any]) -> str:
     head = ["fine-tune", "form", "MB", "of the tensors", "write ms", "load ms", "error", "points"]
     trained = ", ".join(f"{name} {steps} on {task}" for name, (steps, task) in record["trained"].items())
     return (
-        f"Full fine-tunes, steps of {BATCH} rows: {trained}; points on up to {ROWS} validation rows; on "
+        f"Full fine-tunes, steps of {BATCH} rows: {trained}; points on up to {ROWS} validation rows, of "
+        f"Gemma {ROWS // 2}; on "
         f"{record['device']}.\n\n{markdown(head, lines)}"
     )
 
