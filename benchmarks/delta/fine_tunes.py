@@ -2,11 +2,12 @@
 
 python -m benchmarks.delta.fine_tunes models data --models minilm mpnet gemma3 --work FOLDER
 
-Each model is fine-tuned in full on a task of GLUE, for a few hundred steps of AdamW without weight decay, the default
-of transformers' trainer. Base and fine-tune are compared in float32, and both rounded to bfloat16. Beside this
-package's encodings stand those of others, written anew here: XOR with the base and zstd (BitX of ZipLLM), and the
-codes of int4 and sign (BitDelta) as they are, without zstd. Times are of the process: to write the file, and to have
-all tensors again. Points are of the fine-tune with its decoded tensors in their dtype, computed in float32.
+Each model is fine-tuned in full on a task of GLUE, for some hundred steps of AdamW without weight decay, the default
+of transformers' trainer; Gemma answers prompts by one of two words. Base and fine-tune are compared in float32, and
+both rounded to bfloat16. Beside this package's encodings stand those of others, written anew in `other_forms.py`: XOR
+with the base and zstd (BitX of ZipLLM), and the codes of int4 and sign (BitDelta) as they are, without zstd. Times are
+of the process: to write the file, and to have all tensors again. Points are of the fine-tune with its decoded tensors
+in their dtype, computed in float32.
 """
 
 from __future__ import annotations
@@ -21,27 +22,26 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-import transformers
-import zstandard
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers.modeling_outputs import SequenceClassifierOutput
 
 from benchmarks.common.device import device_name, parse_options, result_file
 from benchmarks.common.table_format import table as markdown
+from benchmarks.delta.other_forms import read_bitx, without_zstd, write_bitx
 from benchmarks.delta.size import predict, quiet
-from benchmarks.evidence import tasks, training
+from benchmarks.evidence import decoders, prompts, tasks, training
 from peft_surgical import convert_adapter, diff_checkpoints
 from peft_surgical.files.checkpoint import Checkpoint, ModelTensors, empty_model
-from peft_surgical.files.encodings import ENCODINGS
 from peft_surgical.methods.config import open_adapter
 
 
 WEIGHTS = "adapter_model.safetensors"
-TASK = {"minilm": "sst2", "mpnet": "sst2", "gemma3": "rte"}
-STEPS = {"minilm": 400, "mpnet": 150, "gemma3": 40}
-RATE = {"minilm": 1e-4, "mpnet": 3e-5, "gemma3": 3e-5}
+TASK = {"minilm": "sst2", "mpnet": "sst2", "gemma3": "sst2"}
+STEPS = {"minilm": 400, "mpnet": 150, "gemma3": 100}
+RATE = {"minilm": 1e-4, "mpnet": 3e-5, "gemma3": 2e-5}
 BATCH, ROWS = 8, 400  # rows of a step, and of the validation rows at most
 BOUND = 0.15
 """The error that `auto` may make: that of int4 is a tenth of a difference or a bit more."""
@@ -52,10 +52,9 @@ def fine_tune(base: Path, folder: Path, name: str, data: Path, *, steps: int, ra
     if (folder / "config.json").exists():
         return
     torch.manual_seed(seed)
-    task, tokenizer = tasks.TASKS[name], AutoTokenizer.from_pretrained(base)
-    rows = tasks.load(name, tokenizer, data).train
-    model = AutoModelForSequenceClassification.from_pretrained(base, num_labels=task.outputs, dtype=torch.float32)
-    model.config.pad_token_id = tokenizer.pad_token_id
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    model = open_model(base, name, tokenizer, dtype=torch.float32)
+    rows = rows_of(base, name, tokenizer, data).train
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.0)
     for step in range(steps):
         index = torch.randint(len(rows), (BATCH,))
@@ -70,6 +69,28 @@ def fine_tune(base: Path, folder: Path, name: str, data: Path, *, steps: int, ra
         if step % 20 == 0:
             print(f"{base.name} {name}: step {step}, loss {loss.item():.3f}", flush=True)
     model.save_pretrained(folder)
+
+
+def open_model(folder: Path, name: str, tokenizer: Any, **options: Any) -> Any:
+    """A model that gives the logits of a task's classes; of a decoder those of the answers to a prompt."""
+    if not decoders.is_decoder(folder):
+        outputs = tasks.TASKS[name].outputs
+        return AutoModelForSequenceClassification.from_pretrained(folder, num_labels=outputs, **options)
+    model = AutoModelForCausalLM.from_pretrained(folder, **options)
+    answers = prompts.answers(name, tokenizer)
+
+    def answer(input_ids: torch.Tensor, attention_mask: torch.Tensor) -> SequenceClassifierOutput:
+        states = model.model(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
+        last = states[torch.arange(len(states)), attention_mask.sum(1) - 1]  # padding is on the right
+        return SequenceClassifierOutput(logits=nn.functional.linear(last, model.lm_head.weight[answers]))
+
+    model.forward = answer
+    return model
+
+
+def rows_of(folder: Path, name: str, tokenizer: Any, data: Path) -> tasks.TaskData:
+    """The rows of a task as such a model takes them."""
+    return (prompts if decoders.is_decoder(folder) else tasks).load(name, tokenizer, data)
 
 
 def halved(folder: Path, target: Path) -> Path:
@@ -89,47 +110,6 @@ def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
 
 
 # ---- what is compared
-
-
-def bits(tensor: torch.Tensor) -> np.ndarray:
-    """A tensor's bytes, (bytes of an entry, entries)."""
-    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().reshape(-1, tensor.itemsize).T
-
-
-def write_bitx(trained: Mapping[str, torch.Tensor], base: Mapping[str, torch.Tensor], path: Path) -> None:
-    """XOR with the base's bits, byte by byte of the entries, which is smaller than entry by entry; packed by zstd."""
-    stored = {}
-    for name, tensor in trained.items():
-        if name in base and base[name].shape == tensor.shape:
-            mixed = np.ascontiguousarray(bits(tensor) ^ bits(base[name].to(tensor.dtype)))
-            packed = zstandard.ZstdCompressor(level=3).compress(mixed.data)
-            tensor = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
-        stored[name] = tensor
-    save_file(stored, path)
-
-
-def read_bitx(path: Path, trained: Mapping[str, torch.Tensor], base: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """The tensors again; `trained` has their dtypes."""
-    found = {}
-    for name, tensor in load_file(path).items():
-        if name in base and base[name].shape == trained[name].shape:
-            start = bits(base[name].to(trained[name].dtype))
-            mixed = np.frombuffer(zstandard.ZstdDecompressor().decompress(tensor.numpy().tobytes()), np.uint8)
-            raw = np.ascontiguousarray((mixed.reshape(start.shape) ^ start).T)
-            tensor = torch.from_numpy(raw).view(trained[name].dtype).reshape(trained[name].shape)
-        found[name] = tensor
-    return found
-
-
-def without_zstd(trained: Mapping[str, torch.Tensor], base: Mapping[str, torch.Tensor], encoding: str) -> int:
-    """The bytes of an encoding's codes and step sizes as they are, and of what stays plain."""
-    total = 0
-    for name, tensor in trained.items():
-        own = base.get(name)
-        is_coded = tensor.ndim > 1 and own is not None and own.shape == tensor.shape
-        parts = ENCODINGS[encoding].encode(tensor, own).values() if is_coded and own is not None else [tensor]
-        total += sum(part.nbytes for part in parts)
-    return total
 
 
 FORMS = {
@@ -159,7 +139,9 @@ def measure(name: str, base: Path, tuned: Path, work: Path, rounds: int, score: 
         form: str, nbytes: int, write: float | None, load: float | None, found: Mapping[str, torch.Tensor]
     ) -> None:
         rows.append({"model": name, "form": form, "bytes": nbytes, "write": write, "load": load})
-        rows[-1].update(error=error_of(found, trained, before), points=score(dict(found)))
+        is_same = len(rows) > 1 and rows[-2]["form"] == f"{form}, without zstd"
+        same = {key: rows[-2][key] for key in ("error", "points")} if is_same else None
+        rows[-1].update(same or {"error": error_of(found, trained, before), "points": score(dict(found))})
         print(rows[-1], flush=True)
 
     path = work / "bitx.safetensors"
@@ -200,17 +182,19 @@ def error_of(
 def scorer(tuned: Path, name: str, data: Path, tokenizer: Any) -> Callable[[dict], float]:
     """Gives the points of the fine-tune on validation rows with other values."""
     task = tasks.TASKS[name]
-    rows = tasks.load(name, tokenizer, data).validation
-    rows = rows.take(torch.arange(len(rows))[:: max(1, math.ceil(len(rows) / ROWS))])
-    model = AutoModelForSequenceClassification.from_pretrained(tuned, dtype="auto").eval()
-    dtypes = {key: tensor.dtype for key, tensor in model.state_dict().items()}
-    own, last = {key: tensor.clone() for key, tensor in model.state_dict().items()}, {}
+    rows = rows_of(tuned, name, tokenizer, data).validation
+    most = ROWS // 2 if decoders.is_decoder(tuned) else ROWS
+    rows = rows.take(torch.arange(len(rows))[:: max(1, math.ceil(len(rows) / most))])
+    model = open_model(tuned, name, tokenizer, dtype="auto").eval()
+    tensors = dict(model.named_parameters())  # tied ones once
+    dtypes = {key: tensor.dtype for key, tensor in tensors.items()}
+    own, last = {key: tensor.detach().clone() for key, tensor in tensors.items()}, {}
 
     def score(values: dict[str, torch.Tensor]) -> float:
         rounded = {key: tensor.to(dtypes[key]) for key, tensor in values.items()}
         is_own = all(torch.equal(tensor, own[key]) for key, tensor in rounded.items())
         if not (is_own and last):  # what restores every bit has the points of the fine-tune itself
-            model.load_state_dict({**own, **rounded})
+            model.load_state_dict({**own, **rounded}, strict=False)
             points = 100 * tasks.score(task, predict(model.float(), rows), rows)[task.metric]
             model.to(next(iter(dtypes.values())))
             if not is_own:
@@ -244,7 +228,8 @@ def table(record: dict[str, Any]) -> str:
     head = ["fine-tune", "form", "MB", "of the tensors", "write ms", "load ms", "error", "points"]
     trained = ", ".join(f"{name} {steps} on {task}" for name, (steps, task) in record["trained"].items())
     return (
-        f"Full fine-tunes, steps of {BATCH} rows: {trained}; points on up to {ROWS} validation rows; on "
+        f"Full fine-tunes, steps of {BATCH} rows: {trained}; points on up to {ROWS} validation rows, of "
+        f"Gemma {ROWS // 2}; on "
         f"{record['device']}.\n\n{markdown(head, lines)}"
     )
 
@@ -286,8 +271,10 @@ def whole_base(folder: Path, work: Path) -> Path:
         return folder
     target = work / folder.name
     if not (target / "config.json").exists():
-        cls: Any = transformers.AutoModelForCausalLM
-        cls.from_pretrained(folder, gguf_file="model.gguf", dtype=torch.float32).save_pretrained(target)
+        model = AutoModelForCausalLM.from_pretrained(folder, gguf_file="model.gguf", dtype=torch.float32)
+        model.hf_quantizer = None  # its tensors are plain ones by now, which transformers does not know
+        vars(model.config).pop("quantization_config", None)
+        model.save_pretrained(target)
         AutoTokenizer.from_pretrained(folder).save_pretrained(target)
     return target
 

@@ -1,6 +1,6 @@
 """Eight full fine-tunes of one model, packed as adapters: disk, memory and requests a second, against eight copies.
 
-python -m benchmarks.swap.fleet models/minilm data --work FOLDER
+python -m benchmarks.swap.fleet models/minilm data --work FOLDER    # or models/mpnet
 
 Fine-tunes are made as in `benchmarks.delta.fine_tunes`, one for each of eight tasks of GLUE and SuperGLUE, and packed
 by `pack_checkpoints`. Then the same requests, one text each for a task drawn at random, go to eight copies in memory
@@ -34,7 +34,7 @@ from peft_surgical import DeltaBank, pack_checkpoints
 
 
 TASKS = ("mrpc", "rte", "cola", "sst2", "stsb", "wnli", "cb", "wic")
-STEPS, TOKENS = 40, 32
+STEPS, TOKENS = {"minilm": 40, "mpnet": 20}, 32
 WAYS = {
     "eight copies": None,
     "bank, room for all": 8,
@@ -101,8 +101,9 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     """Train, pack and measure."""
     tunes, base = options.work / "fleet", options.model
     for name in TASKS:
-        fine_tune(base, tunes / name, name, options.data, steps=STEPS, rate=RATE["minilm"])
-    record: dict[str, Any] = {"model": base.name, "device": device_name(), "requests": options.requests, "packed": []}
+        fine_tune(base, tunes / name, name, options.data, steps=STEPS[base.name], rate=RATE[base.name])
+    record: dict[str, Any] = {"model": base.name, "steps": STEPS[base.name], "device": device_name()}
+    record |= {"requests": options.requests, "packed": []}
     for form, error in (("auto", 0.0), (f"auto, at most {options.max_error}", options.max_error)):
         started = time.process_time()
         fleet = pack_checkpoints(base, [tunes], options.work / f"packed-{error}", max_error=error)
@@ -148,8 +149,9 @@ def table(record: dict[str, Any]) -> str:
     ]
     head = ["packed", "MB before", "MB after", "of before", "seconds each", "answers"]
     heads = ["served by", "packed", "MB of memory", "requests a second", f"sorted, {TOGETHER} at a time", "answers"]
+    trained = f"{', '.join(TASKS)}; {record.get('steps', 40)} steps of {BATCH} rows"
     return (
-        f"Eight full fine-tunes of {record['model']} in float32 ({', '.join(TASKS)}; {STEPS} steps of {BATCH} rows); "
+        f"Eight full fine-tunes of {record['model']} in float32 ({trained}); "
         f"{record['requests']} requests of {TOKENS} tokens, tasks at random; time of the process, on "
         f"{record['device']}.\n\n{markdown(head, packed)}\n\n{markdown(heads, ways)}"
     )
@@ -168,7 +170,7 @@ def main() -> None:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     quiet()
     torch.set_num_threads(1)
-    file = result_file(options.output, "swap_fleet")
+    file = result_file(options.output, "swap_fleet", options.model.name.replace("minilm", ""))
     record = run(options)
     file.write_text(json.dumps(record, indent=1) + "\n")
     print(f"\n{table(record)}\n\nwritten to {os.path.relpath(file)}")

@@ -104,7 +104,8 @@ def _needs_whole_model(saved: AdapterFile, old: ModelTensors) -> bool:
     place = {n: (id(modules[n.rpartition(".")[0]]), n.rpartition(".")[2]) for n in old.aliases}
     tied = _touched(saved) & place.keys()
     own = {place[name] for name in tied}
-    unties = any(place[alias] not in own for name in tied for alias in old.aliases[name])
+    pairs = [(n, alias) for n in tied for alias in old.aliases[n] if place[alias] != place[n]]
+    unties = any(place[alias] not in own or alias in tied and not saved.is_equal(n, alias) for n, alias in pairs)
     return unties or bool(getattr(saved.config, "trainable_token_indices", None))
 
 
@@ -185,11 +186,10 @@ class _Replacement(NamedTuple):
 
 
 def _from_file(saved: AdapterFile) -> dict[str, _Replacement]:
-    found = {}
-    for entry in saved.entries:
-        dtype = saved.file.meta(next(iter(entry.keys().values()))).dtype
-        found[entry.name] = _Replacement(dtype, functools.partial(saved.decode, entry))
-    return found
+    own = [entry for entry in saved.entries if ".base_layer." not in entry.name]  # of PEFT: the base's own embeddings
+    dtypes = [saved.file.meta(next(iter(entry.keys().values()))).dtype for entry in own]
+    found = {e.name: functools.partial(saved.decode, e) for e in own}
+    return {n: _Replacement(dtype, found[n]) for n, dtype in zip(found, dtypes, strict=True)}
 
 
 def _from_memory(merged: Mapping[str, torch.Tensor]) -> dict[str, _Replacement]:

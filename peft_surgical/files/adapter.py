@@ -82,6 +82,13 @@ class AdapterFile:
         with naming(self.source):
             return decode_tensors(parts, {} if base is None else {entry.key: base})[entry.key]
 
+    def is_equal(self, name: str, other: str) -> bool:
+        """Whether two tensors of the base have the same values here, both being stored."""
+        found = [entry for entry in self.entries if entry.name in (name, other)]
+        keys = zip(*(entry.keys().values() for entry in found), strict=False)
+        is_alike = len(found) == 2 and found[0].suffixes == found[1].suffixes
+        return is_alike and all(torch.equal(self.file[one], self.file[two]) for one, two in keys)
+
     def nbytes(self, entry: Entry) -> int:
         """The size of a tensor in the file, all parts together, in bytes."""
         return sum(self.file.meta(key).nbytes for key in entry.keys().values())

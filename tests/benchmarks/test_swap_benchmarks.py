@@ -43,7 +43,7 @@ def test_the_guides_show_the_tables_of_the_results(page, results, shown):
 
 def test_the_guides_show_results():
     shown = {results.partition("-")[0] for _, results, _ in SHOWN}
-    swaps = {f"swap_{file}" for file in ("cost", "fleet", "serve_load", "vllm_server")}
+    swaps = {f"swap_{file}" for file in ("cost", "fleet", "replicas", "serve_load", "vllm_server")}
     assert shown == {"delta_size", "delta_fine_tunes", "distributed_multi_gpu", *swaps}
 
 

@@ -8,12 +8,12 @@ import pytest
 import torch
 import transformers
 from adapters import METHODS, make_config, outputs, shake
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors import safe_open
 from tensor_checks import assert_same_bits
 from tiny_models import batch, build
 
-from peft_surgical import SurgicalConfig, merge_checkpoint
+from peft_surgical import StratifiedConfig, SurgicalConfig, merge_checkpoint
 from peft_surgical.convert.merge import merged_changes, tensors_of_base
 from peft_surgical.files.checkpoint import Checkpoint
 from peft_surgical.methods.config import open_adapter
@@ -93,7 +93,13 @@ def test_the_changes_are_what_differs_between_the_merged_checkpoint_and_the_base
     assert 0 < len(found) < len(kept) + len(found)
 
 
-UNTYING = [{"target_modules": ["lm_head"]}, {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}]
+UNTYING = [
+    {"target_modules": ["lm_head"]},
+    {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+    {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens", "lm_head"]},
+    {"target_modules": ["embed_tokens"], "modules_to_save": ["lm_head"]},
+    {"target_modules": ["lm_head"], "modules_to_save": ["embed_tokens"]},
+]
 
 
 @pytest.mark.parametrize("options", UNTYING)
@@ -103,6 +109,37 @@ def test_a_tied_head_that_was_tuned_is_untied_in_the_checkpoint_and_cannot_be_ex
     merge_checkpoint(tmp_path / "base", tmp_path / "adapter", tmp_path / "merged")
     merged = type(build("qwen3")).from_pretrained(tmp_path / "merged").eval()
     assert torch.equal(outputs(merged, "qwen3"), outputs(model, "qwen3"))
+    with pytest.raises(ValueError, match="one of two tied tensors"):
+        changes(tmp_path)
+
+
+@pytest.mark.parametrize("encoding", ["values", "lossless", "int8"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"target_modules": ["embed_tokens", "lm_head"]},
+        {"layers": [1], "extra_modules": ["model.embed_tokens", "lm_head"]},
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings", "ignore:Setting `save_embedding_layers`")
+def test_a_head_and_embeddings_that_are_tuned_together_stay_tied(options, encoding, tmp_path):
+    config = SurgicalConfig(task_type="CAUSAL_LM", encoding=encoding, **options)
+    save_both(tmp_path, "qwen3", config, tie_word_embeddings=True)
+    base = type(build("qwen3")).from_pretrained(tmp_path / "base")
+    wanted = outputs(PeftModel.from_pretrained(base, tmp_path / "adapter").eval(), "qwen3")
+    merge_checkpoint(tmp_path / "base", tmp_path / "adapter", tmp_path / "merged")
+    merged = type(build("qwen3")).from_pretrained(tmp_path / "merged").eval()
+    assert torch.equal(outputs(merged, "qwen3"), wanted)
+    assert merged.config.tie_word_embeddings
+    found, before = changes(tmp_path), Checkpoint(tmp_path / "base")
+    assert found["model.embed_tokens.weight"].shape == before["model.embed_tokens.weight"].shape
+    assert found.keys() <= set(before)
+
+
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings", "ignore:Setting `save_embedding_layers`")
+def test_lora_on_a_tied_head_and_embeddings_cannot_be_exchanged(tmp_path):
+    config = StratifiedConfig(task_type="CAUSAL_LM", target_modules=["embed_tokens", "lm_head"])
+    save_both(tmp_path, "qwen3", config, tie_word_embeddings=True)
     with pytest.raises(ValueError, match="one of two tied tensors"):
         changes(tmp_path)
 
