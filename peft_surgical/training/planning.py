@@ -121,7 +121,8 @@ def plan(job: TrainingJob, begin: Callable[[TrainingRun], object] = lambda run: 
         return plan_choices(job, begin)
     with tempfile.TemporaryDirectory() as folder:
         # of one batch each, of which nothing is told or kept
-        alone: Any = {"gradient_accumulation": 1, "log_every": None, "report_to": None, "early_stopping": None}
+        alone: Any = dict.fromkeys(("log_every", "report_to", "early_stopping", "push_to_hub"))
+        alone["gradient_accumulation"] = 1
         run = TrainingRun(dataclasses.replace(job, output=folder, **alone))
         begin(run)
         if run.ranking is None:
