@@ -111,7 +111,8 @@ def _check_options(job: TrainingJob) -> None:
         raise ValueError(f"--chat-template {job.chat_template}: there is no such file.")
     if job.report_to not in (None, "all", "none", *(installed := get_available_reporting_integrations())):
         there = f"installed are {', '.join(installed)}" if installed else "no such service is installed"
-        advice = f" pip install {job.report_to}, or drop it." if job.report_to in ("tensorboard", "wandb") else ""
+        extra = f' pip install "peft-surgical[{job.report_to}]", or drop it.'
+        advice = extra if job.report_to in ("tensorboard", "wandb") else ""
         raise ValueError(f"--report-to {job.report_to}: {there}.{advice}")
     if job.push_to_hub is not None:
         check_login(job.push_to_hub)

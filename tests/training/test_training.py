@@ -618,7 +618,7 @@ def test_the_majority_is_what_scikit_learns_dummy_reaches():
         ({"method": "spafit", "group_2": "biases"}, "biases"),
         ({"method": "spafit", "preset": "SPAFIT-9"}, "SPAFIT-9"),
         ({"report_to": "tensorbord"}, "--report-to tensorbord: .*installed"),
-        ({"report_to": "wandb"}, "--report-to wandb: .*installed.*pip install wandb"),
+        ({"report_to": "wandb"}, "--report-to wandb: .*installed.*pip install .peft-surgical.wandb."),
         ({"optim": "adam_w"}, "--optim adam_w: transformers has none of this name; allowed are .*adam"),
         ({"optim": "adamw_bnb_8bit"}, "bitsandbytes, which is not installed|needs a GPU"),
         ({"encoding": "utf8-8"}, "--encoding: unknown encoding"),
