@@ -264,7 +264,7 @@ def check_plot(option: str, path: Path | None) -> None:
     if path is not None:
         check_writable(option, path, (".png", ".pdf", ".svg"))
         if find_spec("matplotlib") is None:
-            raise ImportError(f"{option} needs matplotlib, which is not installed: pip install matplotlib")
+            raise ImportError(f'{option} needs matplotlib, which is not installed: pip install "peft-surgical[plot]"')
 
 
 def size(count: float, unit: str = "B") -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import gc
 import random
 import tempfile
 import time
@@ -30,8 +29,10 @@ from peft_surgical.training.memory import (
     eight_bit_states,
     file_sizes,
     held_by,
+    let_go,
     memory_of,
     nbytes,
+    plot_memory,
     states_of,
 )
 from peft_surgical.training.methods import AUTO
@@ -78,6 +79,10 @@ class Plan:
     smaller: dict[str, Memory] = field(default_factory=dict)
     seconds: float | None = None
     choices: dict[str, Plan] = field(default_factory=dict)
+
+    def plot(self, path: str) -> None:
+        """Draw the memory by its parts, of this job and of what would need less. Needs matplotlib."""
+        plot_memory(path, {self.needs or "as asked": self.memory, **self.smaller}, self.limit, self.device)
 
 
 def plan_before_steps(run: TrainingRun) -> Plan:
@@ -140,7 +145,7 @@ def plan(job: TrainingJob, begin: Callable[[TrainingRun], object] = lambda run: 
                 try:
                     steps.take()
                 except torch.OutOfMemoryError:
-                    _let_go(run.model)
+                    let_go(run.model)
                     continue
                 needs = [f"--batch-size {rows}"] * (rows < asked) + [CHECKPOINTING] * checkpointing
                 return steps.plan(known, " ".join(needs))
@@ -291,10 +296,3 @@ class _Steps(TrainerCallback):
         if self.is_cuda:
             torch.cuda.synchronize()
         return time.perf_counter()
-
-
-def _let_go(model: nn.Module) -> None:
-    """Let go of what a step that did not fit has left."""
-    model.zero_grad()
-    gc.collect()
-    torch.cuda.empty_cache()
