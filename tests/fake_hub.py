@@ -78,6 +78,11 @@ class Handler(BaseHTTPRequestHandler):
             return self.answer(files[found[2]], X_Repo_Commit="0" * 40, ETag=f'"{tag}"')
         if info and files is not None:
             return self.answer({"id": info[1], "sha": "0" * 40, "siblings": [{"rfilename": name} for name in files]})
+        tree = re.fullmatch(r"/api/models/([^/]+/[^/]+)/tree/[^/]+", path)
+        if tree and tree[1] in self.server.repositories:
+            files = self.server.repositories[tree[1]]
+            found = [{"type": "file", "path": name, "size": len(files[name]), "oid": name} for name in files]
+            return self.answer(found)
         return self.answer({"error": "not found"}, 404, X_Error_Code="RepoNotFound" if info else "EntryNotFound")
 
     do_HEAD = do_GET
