@@ -1,4 +1,4 @@
-"""Pictures of rankings, of choices of layers that were tried, and of plans. matplotlib is imported when one is drawn."""
+"""Pictures of rankings, of choices of layers that were tried, and of plans. matplotlib is imported to draw one."""
 
 from __future__ import annotations
 

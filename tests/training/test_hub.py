@@ -44,15 +44,15 @@ def hub(monkeypatch, tmp_path):
     server.server_close()
 
 
-@pytest.mark.parametrize("method", ["last", "full"])
-def test_what_is_saved_is_pushed_and_loads_elsewhere(hub, job, tmp_path, method):
-    asked = job(method=method, keep_checkpoints=True)
+@pytest.mark.parametrize("options", [{}, {"method": "full"}, {"method": "surgical", "layers": "auto"}])
+def test_what_is_saved_is_pushed_and_loads_elsewhere(hub, job, tmp_path, options):
+    asked = job(keep_checkpoints=True, **options)
     train(asked)
     saved = {file.name: file.read_bytes() for file in (tmp_path / "out").iterdir() if file.is_file()}
     assert hub.repositories == {"me/rte": saved}
     load = AutoModelForSequenceClassification.from_pretrained
     here, there = (
-        load(place) if method == "full" else PeftModel.from_pretrained(load(asked.model), place)
+        load(place) if asked.method == "full" else PeftModel.from_pretrained(load(asked.model), place)
         for place in (asked.output, "me/rte")
     )
     ids = torch.tensor([[2, 5, 9, 3]])
