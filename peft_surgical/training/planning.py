@@ -82,7 +82,8 @@ class Plan:
 
     def plot(self, path: str) -> None:
         """Draw the memory by its parts, of this job and of what would need less. Needs matplotlib."""
-        plot_memory(path, {self.needs or "as asked": self.memory, **self.smaller}, self.limit, self.device)
+        jobs = {name: one.memory for name, one in self.choices.items()} or {self.needs or "as asked": self.memory}
+        plot_memory(path, {**jobs, **self.smaller}, self.limit, self.device)
 
 
 def plan_before_steps(run: TrainingRun) -> Plan:
