@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from peft_surgical.cli.common import Adapter, Encoding, MaxError, Output, size
+from peft_surgical.cli.common import Adapter, Encoding, Html, MaxError, Output, size
 from peft_surgical.training.options import check_writable
 
 
@@ -26,15 +26,21 @@ def inspect(
         str | None,
         typer.Option(help="The base of two adapters, to show the cosine; for encoded ones it is found if not given."),
     ] = None,
+    html: Html = None,
 ) -> None:
     """Show an adapter's layers, encodings, sizes and errors; or what two adapters have in common."""
     from peft_surgical.convert.inspect import compare_adapters, inspect_adapter
 
     if len(adapters) > 2:
         raise ValueError(f"{len(adapters)} adapters were given; allowed are one, or two to compare.")
+    if html is not None:
+        check_writable("--html", html, (".html",))
     alone = len(adapters) == 1
-    found = inspect_adapter(adapters[0]) if alone else compare_adapters(adapters[0], adapters[1], base)
+    found: Any = inspect_adapter(adapters[0]) if alone else compare_adapters(adapters[0], adapters[1], base)
     console.print(str(found), markup=False, soft_wrap=True)
+    if html is not None:
+        found.save_html(html)
+        console.print(f"Saved {html}")
 
 
 def convert(

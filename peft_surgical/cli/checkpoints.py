@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from peft_surgical.cli.common import Adapter, Base, Encoding, MaxError, Output, check_plot, size
+from peft_surgical.cli.common import Adapter, Base, Encoding, Html, MaxError, Output, check_plot, size
 from peft_surgical.training.options import check_writable
 
 
@@ -33,6 +33,7 @@ def diff(
     encoding: Encoding = "values",
     max_error: MaxError = 0.0,
     plot: Annotated[Path | None, typer.Option(help="Save a heat map of what moved here (.png, .pdf, .svg).")] = None,
+    html: Html = None,
 ) -> None:
     """Turn a fine-tuned checkpoint into an adapter that holds only the layers that differ, and the head.
 
@@ -44,6 +45,8 @@ def diff(
 
     check_writable("--output", output)
     check_plot("--plot", plot)
+    if html is not None:
+        check_writable("--html", html, (".html",))
     found = diff_checkpoints(
         base,
         tuned,
@@ -63,6 +66,9 @@ def diff(
     if plot is not None:
         found.movement.plot(plot)
         console.print(f"Plotted {plot}")
+    if html is not None:
+        found.save_html(html, f"{base} → {tuned}")
+        console.print(f"Saved {html}")
 
 
 def merge(

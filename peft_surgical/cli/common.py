@@ -38,6 +38,7 @@ _QUIET = Annotated[bool, typer.Option("--quiet", "-q", help="Show errors only.",
 Adapter = Annotated[str, typer.Argument(help="The adapter: a folder, or its name on the hub.")]
 Base = Annotated[str, typer.Argument(help="The base model: a folder, or a name on the hub.")]
 Output = Annotated[Path, typer.Option("--output", "-o", help="The folder to write to.")]
+Html = Annotated[Path | None, typer.Option(help="Save one page with tables to sort and search here (.html).")]
 Encoding = Annotated[
     str, typer.Option(help="How tensors are written: values, auto, lossless, rows, bf16, int8, int4 or sign.")
 ]
@@ -263,7 +264,7 @@ def check_plot(option: str, path: Path | None) -> None:
     if path is not None:
         check_writable(option, path, (".png", ".pdf", ".svg"))
         if find_spec("matplotlib") is None:
-            raise ImportError(f"{option} needs matplotlib, which is not installed: pip install matplotlib")
+            raise ImportError(f'{option} needs matplotlib, which is not installed: pip install "peft-surgical[plot]"')
 
 
 def size(count: float, unit: str = "B") -> str:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
+import typer
 from rich.console import Console
 
-from peft_surgical.cli.common import show_ranking, show_start, show_table, size
+from peft_surgical.cli.common import check_plot, show_ranking, show_start, show_table, size
 from peft_surgical.training.job import TrainingJob
 
 
@@ -14,7 +16,14 @@ if TYPE_CHECKING:
     from peft_surgical.training.planning import Memory, Plan
 
 
-def plan(console: Console, job: TrainingJob) -> None:
+def plan(
+    console: Console,
+    job: TrainingJob,
+    plot: Annotated[
+        Path | None,
+        typer.Option(help="Save a picture of the memory here (.png, .pdf, .svg).", rich_help_panel="The run"),
+    ] = None,
+) -> None:
     """Tell what `train` with the same options would cost: parameters, file, memory, time, and what would need less.
 
     A few real training steps are taken, on the longest rows and on some at random. Nothing is kept of them.
@@ -25,11 +34,15 @@ def plan(console: Console, job: TrainingJob) -> None:
         show_start(console, run)
         show_ranking(console, run)
 
+    check_plot("--plot", plot)
     found = plan(job, begin)
     lines = plan_lines(found)
     if found.seconds is not None and found.choices and job.max_steps < 1:
         lines.append(("In all", f"{_describe_time(found.seconds * job.epochs)}: {job.epochs:g} epochs of each choice"))
     show_table(console, lines)
+    if plot is not None:
+        found.plot(str(plot))
+        console.print(f"Plotted {plot}")
     if found.needs is None:
         raise ValueError("No batch of this job fits the device, not even one row. Tune fewer layers, or take LoRA.")
 

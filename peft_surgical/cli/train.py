@@ -118,6 +118,7 @@ def _show_end(console: Console, job: TrainingJob, results: dict[str, Any], plot:
     from peft_surgical.distributed import this_process
     from peft_surgical.ranking.plots import plot_tried
     from peft_surgical.training.card import describe_layers, describe_selection, share
+    from peft_surgical.training.hub import push
 
     evaluation = dict(results["evaluation"])
     show_metrics(
@@ -150,6 +151,8 @@ def _show_end(console: Console, job: TrainingJob, results: dict[str, Any], plot:
         ("Next", _next_command(job, results)),
     ]
     show_table(console, rows)
+    if (address := push(job)) is not None:
+        console.print(f"Pushed to {address}", soft_wrap=True)
 
 
 def _next_command(job: TrainingJob, results: dict[str, Any]) -> str:

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
+from peft_surgical.convert.page import Table
 from peft_surgical.copies.select import own_tensor_names, tunable_modules
 from peft_surgical.layers import find_stacks
 
@@ -50,7 +51,8 @@ class WeightChanges(list[WeightChange]):
         groups = _grouped(self._in_layers(), lambda change: (change.stack, change.layer, change.part))
         return {key: relative_distance(changes) for key, changes in groups.items()}
 
-    def __str__(self) -> str:
+    def layer_table(self) -> Table:
+        """How far each layer moved, and each module outside the layers that differs."""
         rows = []
         for (stack, layer), changes in self.by_layer().items():
             distance = f"{relative_distance(changes):.3e}"
@@ -59,7 +61,15 @@ class WeightChanges(list[WeightChange]):
         for module, changes in outside.items():
             distance = "new" if any(c.is_new for c in changes) else f"{relative_distance(changes):.3e}"
             rows.append((module or "the model itself", distance, "", str(_count(changes))))
-        return table(("layer", "moved", "most in", "tensors that differ"), rows)
+        return ("layer", "moved", "most in", "tensors that differ"), rows
+
+    def part_table(self) -> Table:
+        """How far each sub-layer moved."""
+        rows = [(f"{stack} {layer}", part, f"{moved:.3e}") for (stack, layer, part), moved in self.by_part().items()]
+        return ("layer", "sub-layer", "moved"), rows
+
+    def __str__(self) -> str:
+        return table(*self.layer_table())
 
     def _in_layers(self) -> Iterator[WeightChange]:
         return (change for change in self if change.layer is not None)

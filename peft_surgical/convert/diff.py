@@ -14,6 +14,7 @@ from torch import nn
 from tqdm import tqdm
 
 from peft_surgical.convert.change import WeightChanges, measure_changes, relative_distance
+from peft_surgical.convert.page import write_page
 from peft_surgical.files.adapter import Entry, encode_tensor, entries, write_adapter
 from peft_surgical.files.base import describe_base
 from peft_surgical.files.checkpoint import Checkpoint, ModelTensors, empty_model, task_type_of, tied_names
@@ -39,6 +40,17 @@ class Diff:
     left_out: list[str]
     nbytes: int
     nbytes_tuned: int
+
+    def save_html(self, path: str | os.PathLike, title: str = "What fine-tuning changed") -> None:
+        """Write one page of HTML with what moved, by layers and by sub-layers, that sorts and is searched."""
+        facts = [
+            f"base: {self.config.base_model_name_or_path}",
+            f"saved: layers {self.config.layers}, {self.nbytes:,} of {self.nbytes_tuned:,} bytes",
+            f"left out: {len(self.left_out)} tensors that differ",
+            "moved: the norm of the difference, over the norm of the base's values",
+        ]
+        tables = {"Layers": self.movement.layer_table(), "Sub-layers": self.movement.part_table()}
+        write_page(path, title, facts, tables, bars=["moved"])
 
 
 def diff_checkpoints(

@@ -14,6 +14,7 @@ import torch
 from peft_surgical.convert.change import table
 from peft_surgical.convert.convert import base_of
 from peft_surgical.convert.merge import tensors_of_base
+from peft_surgical.convert.page import Table, write_page
 from peft_surgical.files.adapter import ERROR, PACKED, AdapterFile, Entry, method_of
 from peft_surgical.files.encodings import LOSSLESS_HEADER, difference, find_encoding, unpacked_nbytes
 from peft_surgical.files.safetensors_io import naming
@@ -50,17 +51,27 @@ class Inspection:
         """The size that plain values would have."""
         return sum(group.values_nbytes for group in self.groups)
 
-    def __str__(self) -> str:
+    def _facts(self) -> list[str]:
         shown = ("peft_type", "task_type", "base_model_name_or_path", "layers", "encoding")
-        lines = [f"{key}: {self.config[key]}" for key in shown if self.config.get(key) is not None]
+        return [f"{key}: {self.config[key]}" for key in shown if self.config.get(key) is not None]
+
+    def _table(self) -> Table:
         rows = [
             (g.name, str(g.tensors), f"{g.nbytes:,}", f"{_ratio(g):.3f}", "+".join(g.encodings), f"{g.error:.1e}")
             for g in self.groups
         ]
         count = str(sum(g.tensors for g in self.groups))
         rows.append(("all", count, f"{self.nbytes:,}", f"{_ratio(self):.3f}", "", ""))
-        head = ("in", "tensors", "bytes", "of values", "encoding", "error")
-        return "\n".join([self.source, *lines, table(head, rows)])
+        return ("in", "tensors", "bytes", "of values", "encoding", "error"), rows
+
+    def __str__(self) -> str:
+        return "\n".join([self.source, *self._facts(), table(*self._table())])
+
+    def save_html(self, path: str | os.PathLike) -> None:
+        """Write one page of HTML with the same table, that sorts and is searched."""
+        head, (*rows, total) = self._table()
+        facts = [*self._facts(), f"{total[1]} tensors, {total[2]} bytes, {total[3]} of plain values"]
+        write_page(path, self.source, facts, {"Layers": (head, rows)}, bars=["bytes", "error"])
 
 
 @dataclass(frozen=True)
@@ -72,7 +83,7 @@ class Comparison:
     """By layer or module: the bytes in each (0 if it has none), whether all common tensors are equal bit for bit, and
     the cosine between their differences to the base (NaN if the base was not given)."""
 
-    def __str__(self) -> str:
+    def _table(self) -> Table:
         cells = [
             (
                 name,
@@ -82,8 +93,15 @@ class Comparison:
             )
             for name, a, b, same, cosine in self.rows
         ]
-        head = ("in", "bytes in the first", "in the second", "values", "cosine of differences")
-        return "\n".join([*self.sources, table(head, cells)])
+        return ("in", "bytes in the first", "in the second", "values", "cosine of differences"), cells
+
+    def __str__(self) -> str:
+        return "\n".join([*self.sources, table(*self._table())])
+
+    def save_html(self, path: str | os.PathLike) -> None:
+        """Write one page of HTML with the same table, that sorts and is searched."""
+        bars = ["bytes in the first", "in the second"]
+        write_page(path, " and ".join(self.sources), [], {"Layers": self._table()}, bars)
 
 
 def inspect_adapter(source: str | os.PathLike) -> Inspection:

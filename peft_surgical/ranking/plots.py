@@ -1,4 +1,4 @@
-"""Pictures of rankings, and of choices of layers that were tried. matplotlib is imported only when one is drawn."""
+"""Pictures of rankings, of choices of layers that were tried, and of plans. matplotlib is imported to draw one."""
 
 from __future__ import annotations
 
@@ -81,6 +81,33 @@ def plot_tried(path: Path_, tried: Mapping[str, Any]) -> None:
     axes.set(xlabel="seconds of training", ylabel=f"{tried['metric']} on the held-out rows")
     axes.set_title("Layers tried (large dot: the checkpoint of each choice)", fontsize="medium")
     axes.legend(frameon=False, fontsize="small")
+    _save(figure, path)
+
+
+def plot_parts(
+    path: Path_, bars: Mapping[str, Mapping[str, int]], peaks: Sequence[int], limit: int, *, title: str
+) -> None:
+    """Draw bars of bytes by their parts, with a line at the peak of each, and at a limit if that is near."""
+    from matplotlib.ticker import EngFormatter
+
+    figure, axes = _figure(width=9.0)
+    ends = [0] * len(bars)
+    for part in next(iter(bars.values())):
+        sizes = [bar[part] for bar in bars.values()]
+        axes.barh([*bars], sizes, left=ends, height=0.6, label=part)
+        ends = [end + size for end, size in zip(ends, sizes, strict=True)]
+    places = range(len(bars))
+    axes.vlines(peaks, [y - 0.4 for y in places], [y + 0.4 for y in places], "black", label="most at one time")
+    unit = EngFormatter("B", places=1)
+    for y, peak, end in zip(places, peaks, ends, strict=True):
+        axes.annotate(unit(peak), (max(peak, end), y), (6, 0), textcoords="offset points", va="center")
+    if limit < 1.2 * max(*ends, *peaks):
+        axes.axvline(limit, color="tab:red", linestyle="--", label="what the device has")
+    axes.invert_yaxis()
+    axes.xaxis.set_major_formatter(EngFormatter("B"))
+    axes.set_title(fill(title, width=90), fontsize="medium")
+    axes.margins(x=0.12)
+    figure.legend(loc="outside lower center", ncols=4, frameon=False)
     _save(figure, path)
 
 

@@ -108,4 +108,4 @@ def _try(run: TrainingRun, choice: str, begin: Callable[[TrainingRun], object]) 
 def _job_of(job: TrainingJob, choice: str) -> TrainingJob:
     """The job of one choice, which keeps its last and its best checkpoint."""
     folder = Path(job.output) / TRIED / re.sub(r"\W+", "-", choice).strip("-")
-    return dataclasses.replace(job, layers=choice, output=str(folder), keep_checkpoints=True)
+    return dataclasses.replace(job, layers=choice, output=str(folder), keep_checkpoints=True, push_to_hub=None)

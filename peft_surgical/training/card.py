@@ -61,7 +61,7 @@ def check_folder(job: TrainingJob, *, resume: bool = False, overwrite: bool = Fa
     old = TrainingJob.load(folder) if resume else job
     for name, now in vars(job).items():
         before = getattr(old, name)
-        may_change = name in ("output", "keep_checkpoints", "report_to", "log_every")
+        may_change = name in ("output", "keep_checkpoints", "report_to", "log_every", "push_to_hub")
         if before != now and not may_change and not _is_longer(name, before, now):
             raise ValueError(
                 f"--resume: {name} was {before!r} when the run in {folder} started and is {now!r} now. A resumed run "
@@ -130,7 +130,7 @@ def write_model_card(
     task, evaluation, training = results["task"], results["evaluation"], results["training"]
     metrics = {name: value for name, value in evaluation.items() if name not in ("rows", "samples")}
     metadata = ModelCardData(
-        base_model=job.model,
+        base_model=None if Path(job.model).exists() else job.model,  # the hub refuses a card that names a folder
         library_name="transformers" if job.method == "full" else "peft",
         pipeline_tag="text-generation" if is_language else "text-classification",
         tags=[TAG, job.method, *(["sft", "trl"] if is_language else [])],

@@ -220,6 +220,12 @@ def _read_files(files: list[Path], encoding: str) -> Dataset:
     if suffix not in FORMATS:
         raise ValueError(f"--data {files[0]}: the file is none of {', '.join(FORMATS)}.")
     options = {"sep": "\t" if suffix == ".tsv" else ",", "encoding": encoding} if FORMATS[suffix] == "csv" else {}
+    if suffix == ".csv":
+        with files[0].open(encoding=encoding, errors="replace") as text:
+            head = text.readline()
+        for mark, name in ((";", "semicolons"), ("\t", "tabs")):
+            if mark in head and "," not in head:
+                raise ValueError(f"--data {files[0]}: it has {name} between its columns. Save it with commas.")
     try:
         return load_dataset(FORMATS[suffix], data_files=[str(f) for f in files], split="train", **options)
     except Exception as error:

@@ -19,6 +19,7 @@ from peft_surgical.training.options import Option, check_together, check_value, 
 
 JOB_FILE = "job.json"
 CONFIG_FILE = "run.yaml"
+OWN_PLACES = ("output", "push_to_hub")  # where another run would write over this one
 
 
 _MODEL, _DATA, _METHOD, _RANKING, _CHOICE, _TRAINING = (
@@ -214,6 +215,9 @@ class TrainingJob:
     report_to: Annotated[
         str | None, _RUN("A service that Trainer reports to: tensorboard, wandb, or another that is installed.")
     ] = None
+    push_to_hub: Annotated[
+        str | None, _RUN("After training, upload what is saved to this repository of the hub: NAME or OWNER/NAME.")
+    ] = None
 
     def __post_init__(self) -> None:
         for name, (_, option) in job_options().items():
@@ -248,7 +252,7 @@ class TrainingJob:
 
         fields = dataclasses.asdict(self)
         write_text(Path(folder) / JOB_FILE, json.dumps(fields, indent=2) + "\n")
-        given = {name: value for name, value in fields.items() if value not in (None, ()) and name != "output"}
+        given = {name: value for name, value in fields.items() if value not in (None, ()) and name not in OWN_PLACES}
         given = {name: [*value] if isinstance(value, tuple) else value for name, value in given.items()}
         about = f"# peft-surgical train --config {CONFIG_FILE} --output FOLDER\n"
         write_text(Path(folder) / CONFIG_FILE, about + yaml.safe_dump(given, sort_keys=False, default_flow_style=None))

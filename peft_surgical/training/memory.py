@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import os
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +18,7 @@ from peft_surgical.compat import TorchDispatchMode, tree_flatten
 from peft_surgical.copies.module import TunedModule
 from peft_surgical.files.encodings import ENCODINGS
 from peft_surgical.methods.saving import live_tensors
+from peft_surgical.ranking.plots import plot_parts
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,13 @@ class Memory:
     def total(self) -> int:
         """The peak, or the sum of what is known."""
         return self.peak or self.weights + self.copies + self.gradients + self.optimizer
+
+
+def plot_memory(path: str | os.PathLike[str], jobs: Mapping[str, Memory], limit: int, device: str) -> None:
+    """Draw the memory of jobs, given by their names, on a device with so many bytes."""
+    parts = ("weights", "copies", "gradients", "optimizer", "activations")
+    bars = {name: {part: getattr(memory, part) or 0 for part in parts} for name, memory in jobs.items()}
+    plot_parts(path, bars, [memory.total for memory in jobs.values()], limit, title=f"Memory in training on {device}")
 
 
 def memory_of(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Memory:
@@ -151,3 +161,10 @@ class PeakOnCPU(TorchDispatchMode):
     def _forget(self, place: int, size: int) -> None:
         self._known.discard(place)
         self._now -= size
+
+
+def let_go(model: nn.Module) -> None:
+    """Let go of what a step that did not fit has left."""
+    model.zero_grad()
+    gc.collect()
+    torch.cuda.empty_cache()

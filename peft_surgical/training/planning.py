@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import gc
 import random
 import tempfile
 import time
@@ -30,8 +29,10 @@ from peft_surgical.training.memory import (
     eight_bit_states,
     file_sizes,
     held_by,
+    let_go,
     memory_of,
     nbytes,
+    plot_memory,
     states_of,
 )
 from peft_surgical.training.methods import AUTO
@@ -79,6 +80,11 @@ class Plan:
     seconds: float | None = None
     choices: dict[str, Plan] = field(default_factory=dict)
 
+    def plot(self, path: str) -> None:
+        """Draw the memory by its parts, of this job and of what would need less. Needs matplotlib."""
+        jobs = {name: one.memory for name, one in self.choices.items()} or {self.needs or "as asked": self.memory}
+        plot_memory(path, {**jobs, **self.smaller}, self.limit, self.device)
+
 
 def plan_before_steps(run: TrainingRun) -> Plan:
     """What can be told of a run whose model is adapted, before it takes a step."""
@@ -121,7 +127,8 @@ def plan(job: TrainingJob, begin: Callable[[TrainingRun], object] = lambda run: 
         return plan_choices(job, begin)
     with tempfile.TemporaryDirectory() as folder:
         # of one batch each, of which nothing is told or kept
-        alone: Any = {"gradient_accumulation": 1, "log_every": None, "report_to": None, "early_stopping": None}
+        alone: Any = dict.fromkeys(("log_every", "report_to", "early_stopping", "push_to_hub"))
+        alone["gradient_accumulation"] = 1
         run = TrainingRun(dataclasses.replace(job, output=folder, **alone))
         begin(run)
         if run.ranking is None:
@@ -139,7 +146,7 @@ def plan(job: TrainingJob, begin: Callable[[TrainingRun], object] = lambda run: 
                 try:
                     steps.take()
                 except torch.OutOfMemoryError:
-                    _let_go(run.model)
+                    let_go(run.model)
                     continue
                 needs = [f"--batch-size {rows}"] * (rows < asked) + [CHECKPOINTING] * checkpointing
                 return steps.plan(known, " ".join(needs))
@@ -290,10 +297,3 @@ class _Steps(TrainerCallback):
         if self.is_cuda:
             torch.cuda.synchronize()
         return time.perf_counter()
-
-
-def _let_go(model: nn.Module) -> None:
-    """Let go of what a step that did not fit has left."""
-    model.zero_grad()
-    gc.collect()
-    torch.cuda.empty_cache()

@@ -22,6 +22,7 @@ from peft_surgical.ranking.rank import LayerRanking, rank_layers
 from peft_surgical.ranking.scores import AGGREGATIONS, find_score
 from peft_surgical.training.common import load_classifier, load_tokenizer, max_length
 from peft_surgical.training.data import Parts, Task, read_splits, split_rows
+from peft_surgical.training.hub import check_login, make_repository
 from peft_surgical.training.job import TrainingJob
 from peft_surgical.training.kinds import CAUSAL_LM, check_kind
 from peft_surgical.training.methods import AUTO, METHODS
@@ -73,6 +74,8 @@ def prepare(job: TrainingJob) -> Prepared:
             f"--layers auto would choose on the rows of --select-on {job.select_on}, which are measured on at the "
             "end. Drop it, or measure on others with --eval-split."
         )
+    if job.push_to_hub is not None and this_process().is_main_process:
+        make_repository(job.push_to_hub)
     if task.kind == CAUSAL_LM:
         require_trl()
         return _prepare_language(job, task, parts)
@@ -108,8 +111,11 @@ def _check_options(job: TrainingJob) -> None:
         raise ValueError(f"--chat-template {job.chat_template}: there is no such file.")
     if job.report_to not in (None, "all", "none", *(installed := get_available_reporting_integrations())):
         there = f"installed are {', '.join(installed)}" if installed else "no such service is installed"
-        advice = f" pip install {job.report_to}, or drop it." if job.report_to in ("tensorboard", "wandb") else ""
+        extra = f' pip install "peft-surgical[{job.report_to}]", or drop it.'
+        advice = extra if job.report_to in ("tensorboard", "wandb") else ""
         raise ValueError(f"--report-to {job.report_to}: {there}.{advice}")
+    if job.push_to_hub is not None:
+        check_login(job.push_to_hub)
     if job.optim is not None:
         _check_optimizer(job.optim)
     try:

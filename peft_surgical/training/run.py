@@ -30,6 +30,7 @@ from peft_surgical.training.card import (
 )
 from peft_surgical.training.common import max_length
 from peft_surgical.training.evaluation import majority, make_trainer, precision_restored, shared_arguments
+from peft_surgical.training.hub import push
 from peft_surgical.training.job import TrainingJob
 from peft_surgical.training.kinds import CAUSAL_LM, LOWER_IS_BETTER
 from peft_surgical.training.methods import AUTO, METHODS, adapt
@@ -241,11 +242,12 @@ def train(job: TrainingJob, *, resume: bool = False, overwrite: bool = False) ->
         ValueError: See `TrainingRun`.
     """
     run = TrainingRun(job, resume=resume, overwrite=overwrite)
-    if run.finished is not None:
-        return run.finished
-    run.rank()
-    run.fit()
-    return run.finish()
+    if run.finished is None:
+        run.rank()
+        run.fit()
+    results = run.finished or run.finish()
+    push(job)
+    return results
 
 
 def training_arguments(job: TrainingJob, model: nn.Module, metric: str | None, kind: str) -> dict[str, Any]:

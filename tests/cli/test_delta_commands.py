@@ -39,10 +39,12 @@ def run(*arguments: object, code: int = 0) -> str:
 
 
 def test_diff_shows_what_moved_and_merge_gives_it_back(folder):
-    words = run("diff", folder / "base", folder / "tuned", "-o", folder / "again", "--plot", folder / "map.png")
+    pictures = ["--plot", folder / "map.png", "--html", folder / "map.html"]
+    words = run("diff", folder / "base", folder / "tuned", "-o", folder / "again", *pictures)
     assert "Saved layers [1, 3]" in words
     assert "encoder 3" in words
     assert (folder / "map.png").exists()
+    assert "attention.<wbr>self.<wbr>query" in (folder / "map.html").read_text()
     words = run("merge", folder / "base", folder / "again", "-o", folder / "merged")
     assert "Saved a BertForSequenceClassification" in words
     wanted = load_file(folder / "tuned" / "model.safetensors")
@@ -57,7 +59,9 @@ def test_diff_of_a_part_tells_what_is_left_out(folder):
 
 
 def test_inspect_shows_one_adapter_or_compares_two(folder):
-    words = run("inspect", folder / "delta")
+    words = run("inspect", folder / "delta", "--html", folder / "page.html")
+    assert "bert.<wbr>encoder.<wbr>layer.<wbr>3" in (folder / "page.html").read_text()
+    assert "--html" in run("inspect", folder / "delta", "--html", folder / "page.png", code=2)
     assert "peft_type: SURGICAL" in words
     assert "bert.encoder.layer.3" in words
     words = run("inspect", folder / "delta", folder / "delta", "--base", folder / "base")

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
+from html.parser import HTMLParser
 
 import pytest
 import torch
@@ -284,3 +286,59 @@ def test_renamed_modules_are_mapped_wherever_an_adapter_is_read(method, tmp_path
         for task in ("old", "present"):
             with bank.task(task) as model:
                 torch.testing.assert_close(model(**x).logits, wanted, atol=1e-6, rtol=1e-5)
+
+
+# ---- pages
+
+
+class Cells(HTMLParser):
+    """The rows of a page's tables as text, and what its tags ask for from elsewhere."""
+
+    def __init__(self, file):
+        super().__init__()
+        self.rows, self.asked, self.inside = [], [], None
+        self.feed(file.read_text(encoding="utf-8"))
+
+    def handle_starttag(self, tag, attributes):
+        self.asked += [value for name, value in attributes if name in ("src", "href")]
+        if tag == "tr":
+            self.rows.append([])
+        elif tag in ("td", "th"):
+            self.inside = tag
+            self.rows[-1].append("")
+
+    def handle_endtag(self, tag):
+        self.inside = None if tag == self.inside else self.inside
+
+    def handle_data(self, data):
+        if self.inside:
+            self.rows[-1][-1] += data
+
+
+def words(text: str) -> list[list[str]]:
+    return [re.split(r"  +", line) for line in text.splitlines()]
+
+
+def test_a_page_has_the_cells_of_the_text_and_asks_for_nothing(tmp_path):
+    save_adapter(tmp_path, "a", encoding="int8")
+    save_adapter(tmp_path, "b", layers=[1, 2], seed=1)
+    for found in (inspect_adapter(tmp_path / "a"), compare_adapters(tmp_path / "a", tmp_path / "b")):
+        found.save_html(tmp_path / "page.html")
+        page = Cells(tmp_path / "page.html")
+        assert not page.asked
+        assert len(page.rows) > 3
+        assert all(row in words(str(found)) for row in page.rows)
+
+
+def test_a_page_of_a_diff_has_layers_and_their_parts(tmp_path):
+    model = save_adapter(tmp_path)
+    model.merge_and_unload().save_pretrained(tmp_path / "tuned")
+    found = diff_checkpoints(tmp_path / "base", tmp_path / "tuned", tmp_path / "again")
+    found.save_html(tmp_path / "page.html", "a <b> & c")
+    text = (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert "<title>a &lt;b&gt; &amp; c</title>" in text
+    rows = Cells(tmp_path / "page.html").rows
+    assert all(row in rows for row in words(str(found.movement)) if len(row) == 4)
+    parts = {tuple(row[:2]): float(row[2]) for row in rows if len(row) == 3 and row[0] != "layer"}
+    for (stack, layer, part), moved in found.movement.by_part().items():
+        assert parts[f"{stack} {layer}", part] == pytest.approx(moved, rel=1e-3)

@@ -237,13 +237,15 @@ def test_the_longest_rows_are_measured(job, tmp_path):
     assert found.memory.activations > plan(job(data=str(rows), max_length=6)).memory.activations
 
 
-def test_the_command_takes_the_options_of_train_and_writes_nothing(job, tmp_path, monkeypatch):
+def test_the_command_takes_the_options_of_train_and_writes_nothing(job, tmp_path, tmp_path_factory, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.chdir(tmp_path)
     asked = job()
     base = ["--data", asked.data, "--method", "surgical", "--top-k", "2", "--batch-size", "8", "--select-on", "none"]
     words = CliRunner().invoke(app, ["plan", asked.model, *base, "--score", "fisher", "--samples", "4"])
-    again = CliRunner().invoke(app, ["plan", "--model", asked.model, *base, "--output", "out"])
+    picture = tmp_path_factory.mktemp("picture") / "plan.svg"
+    more = ["--output", "out", "--plot", str(picture)]
+    again = CliRunner().invoke(app, ["plan", "--model", asked.model, *base, *more])
     assert (words.exit_code, again.exit_code) == (0, 0), words.output + again.output
     assert [*tmp_path.iterdir()] == []
     found = plan(job(top_k=2))
@@ -253,6 +255,8 @@ def test_the_command_takes_the_options_of_train_and_writes_nothing(job, tmp_path
         in again.output
     )
     assert f"{found.smaller['--batch-size 4'].total / 1000:.1f} kB with --batch-size 4" in again.output
+    for text in ("as asked", "activations", "most at one time"):
+        assert f"<!-- {text} -->" in picture.read_text()
     assert "num_samples" in words.output or "samples" in words.output
 
 

@@ -54,6 +54,12 @@ def test_another_encoding_is_named_when_a_csv_is_not_utf8(tmp_path):
     assert read_splits(str(file), encoding="latin-1")["train"]["text"][:] == ["café", "thé"]
 
 
+def test_a_csv_with_other_separators_is_told(tmp_path):
+    (tmp_path / "a.csv").write_text("text;label\na text, with a comma;good\n")
+    with pytest.raises(ValueError, match=r"a.csv: it has semicolons between its columns. Save it with commas"):
+        read_splits(str(tmp_path / "a.csv"))
+
+
 @pytest.mark.parametrize("name", ["nowhere.csv", "./nowhere", "/nowhere/at/all"])
 def test_a_missing_path_is_said_to_be_missing(name):
     with pytest.raises(ValueError, match="no such file or folder"):
