@@ -22,7 +22,8 @@ from peft_surgical.bank.memory import Layout, Spec, read_all, structure_of
 from peft_surgical.files.adapter import PACKED, SEPARATOR, Entry, entries, method_of, touched_names
 from peft_surgical.files.base import check_base, describe_base
 from peft_surgical.files.check import check_tensors, decoded_shapes, read_header
-from peft_surgical.files.encodings import find_encoding, unpack
+from peft_surgical.files.encodings import find_encoding
+from peft_surgical.files.packing import unpack
 from peft_surgical.files.safetensors_io import DTYPES, READERS, Header, checksum, download
 from peft_surgical.methods.config import DeltaConfig, naming_adapter, read_config
 from peft_surgical.methods.heads import head_names, head_shapes, label_settings

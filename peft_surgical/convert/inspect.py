@@ -16,7 +16,8 @@ from peft_surgical.convert.convert import base_of
 from peft_surgical.convert.merge import tensors_of_base
 from peft_surgical.convert.page import Table, write_page
 from peft_surgical.files.adapter import ERROR, PACKED, AdapterFile, Entry, method_of
-from peft_surgical.files.encodings import LOSSLESS_HEADER, difference, find_encoding, unpacked_nbytes
+from peft_surgical.files.encodings import LOSSLESS_HEADER, difference, find_encoding
+from peft_surgical.files.packing import unpacked_nbytes
 from peft_surgical.files.safetensors_io import naming
 from peft_surgical.methods.config import naming_adapter, open_adapter
 

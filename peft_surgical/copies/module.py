@@ -16,7 +16,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer, check_adapters_to_merge
 from torch import nn
 
 from peft_surgical.copies.columns import ColumnTensors, column_output
-from peft_surgical.copies.compute import FunctionalModule, direct_output, run_by_rows, twin
+from peft_surgical.copies.compute import FunctionalModule, KeptTwin, direct_output, run_by_rows, twin
 from peft_surgical.copies.host import HostedBase
 from peft_surgical.copies.tensors import KeptTensors, TunedNormTensors, TunedTensors
 from peft_surgical.names import SURGICAL, CopyName, base_path
@@ -53,7 +53,7 @@ class TunedModule(HostedBase, BaseTunerLayer):
         self.merged_adapters: list[str] = []
         self._originals: dict[str, torch.Tensor] = {}  # the base's own values while an adapter is merged
         self.untied: dict[str, nn.Parameter] = {}  # the base's parameters that others use too: no merge changes them
-        self._kept = KeptTensors()
+        self._kept, self._kept_twin = KeptTensors(), KeptTwin()
         self.in_features = getattr(base_layer, "in_features", None)
         self.out_features = getattr(base_layer, "out_features", None)
         self.update_layer(adapter_name, names, **options)
@@ -130,7 +130,7 @@ class TunedModule(HostedBase, BaseTunerLayer):
             return self._forward_by_rows(adapter_names, args, kwargs)
         return self.module_in_use()(*args, **kwargs)
 
-    def _direct_output(self, x: Any) -> torch.Tensor | None:
+    def _direct_output(self, x: Any) -> Any:
         """The output with the copies of the one active adapter, if the call takes no more."""
         active = self._active_adapter
         if self._disable_adapters or self.merged_adapters or len(active) != 1:
@@ -139,7 +139,7 @@ class TunedModule(HostedBase, BaseTunerLayer):
         copies = modules[self.adapter_layer_names[0]]._modules.get(active[0])
         if isinstance(copies, ColumnTensors):
             return column_output(modules.get("base_layer"), copies, x)
-        return direct_output(modules.get("base_layer"), copies, x)
+        return direct_output(modules.get("base_layer"), copies, x, self._kept_twin)
 
     def _forward_by_rows(self, adapter_names: Sequence[str], args: tuple, kwargs: dict[str, Any]) -> Any:
         if self.merged:

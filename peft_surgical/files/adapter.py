@@ -20,7 +20,8 @@ from huggingface_hub import hf_hub_download
 from peft import PeftConfig
 from peft.utils import SAFETENSORS_WEIGHTS_NAME
 
-from peft_surgical.files.encodings import ENCODINGS, Shape, difference, find_encoding, pack, unpack
+from peft_surgical.files.encodings import ENCODINGS, difference, find_encoding
+from peft_surgical.files.packing import Shape, pack, unpack
 from peft_surgical.files.safetensors_io import TensorFile, naming, write_tensors, written_aside
 from peft_surgical.names import PREFIX, CopyName
 

@@ -25,7 +25,7 @@ from peft_surgical.files.adapter import (
     group_parts,
     part_specs,
 )
-from peft_surgical.files.encodings import Shape
+from peft_surgical.files.packing import Shape
 from peft_surgical.files.safetensors_io import HEADER, Header, TensorFile, checksum, naming, written_aside
 
 

@@ -12,10 +12,10 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
-import zstandard
+
+from peft_surgical.files.packing import Shape, as_bytes, bits_of, ordered, pack, take_rows, unpack, unpacked_nbytes
 
 
-Shape = Sequence[int]
 GROUP = 64  # entries of an int4 tensor that share a step size
 LOSSLESS_HEADER = 20  # bytes before the packed ones of a lossless tensor
 
@@ -55,8 +55,8 @@ class Lossless(Encoding):
     lossy = False
 
     def encode(self, trained: torch.Tensor, base: torch.Tensor) -> dict[str, torch.Tensor]:
-        bits = _bits(trained)
-        steps = _ordered(bits) - _ordered(_bits(base.to(trained.dtype)))
+        bits = bits_of(trained)
+        steps = ordered(bits) - ordered(bits_of(base.to(trained.dtype)))
         zigzag = (steps << 1) ^ (steps >> (8 * steps.itemsize - 1))
         name = str(trained.dtype).removeprefix("torch.").encode().ljust(16)
         header = bytearray(name + zlib.crc32(bits.data).to_bytes(4, "little"))
@@ -70,9 +70,9 @@ class Lossless(Encoding):
             raise ValueError("its packed data are damaged (they begin with no dtype)")
         crc = int.from_bytes(bytes(data[16:LOSSLESS_HEADER].numpy()), "little")
         # of a copy, for memory that numpy has seen can no longer be resized, which FSDP1 does
-        start = _ordered(_bits(base.to(dtype, copy=True)))
-        zigzag = _bits(unpack(data[LOSSLESS_HEADER:], start.shape, dtype.to_real()))
-        bits = _ordered(start + ((zigzag >> 1).view(start.dtype) ^ -(zigzag & 1).view(start.dtype)))
+        start = ordered(bits_of(base.to(dtype, copy=True)))
+        zigzag = bits_of(unpack(data[LOSSLESS_HEADER:], start.shape, dtype.to_real()))
+        bits = ordered(start + ((zigzag >> 1).view(start.dtype) ^ -(zigzag & 1).view(start.dtype)))
         if zlib.crc32(bits.data) != crc:
             raise ValueError(_OTHER_BASE.format(dtype=str(base.dtype).removeprefix("torch.")))
         return torch.from_numpy(bits.view(np.uint8)).view(dtype).reshape(base.shape).to(base.device)
@@ -89,13 +89,16 @@ class Rows(Lossless):
 
     def encode(self, trained: torch.Tensor, base: torch.Tensor) -> dict[str, torch.Tensor]:
         trained, base = trained.detach().cpu(), base.detach().cpu()
-        bits, before = (_bits(tensor).reshape(len(tensor), -1) for tensor in (trained, base.to(trained.dtype)))
+        bits, before = (bits_of(tensor).reshape(len(tensor), -1) for tensor in (trained, base.to(trained.dtype)))
         differs = (bits != before).any(1)
         differs[0] |= not differs.any()
         rows = torch.from_numpy(np.flatnonzero(differs))
         header = torch.tensor([len(bits), zlib.crc32(bits.data)]).view(torch.uint8)
         index = torch.cat([header, pack(rows.diff(prepend=torch.tensor([0])))])
-        return {"rows": index, "rows_lossless": super().encode(_take(trained, rows), _take(base, rows))["lossless"]}
+        return {
+            "rows": index,
+            "rows_lossless": super().encode(take_rows(trained, rows), take_rows(base, rows))["lossless"],
+        }
 
     def decode(self, parts: Mapping[str, torch.Tensor], base: torch.Tensor) -> torch.Tensor:
         index = parts["rows"].cpu()
@@ -105,26 +108,44 @@ class Rows(Lossless):
         is_within = bool(((rows >= 0) & (rows < len(base))).all())
         if total != len(base) or not is_within or not bool((rows.diff() > 0).all()):
             raise ValueError(f"its numbers of rows are damaged, or of another tensor than one of {len(base)} rows")
-        changed = super().decode({"lossless": parts["rows_lossless"]}, _take(base.cpu(), rows))
+        changed = super().decode({"lossless": parts["rows_lossless"]}, take_rows(base.cpu(), rows))
         whole = base.to("cpu", changed.dtype, copy=True).contiguous()
         whole.view(torch.uint8)[rows] = changed.view(torch.uint8)
-        if zlib.crc32(_bits(whole).data) != crc:
+        if zlib.crc32(bits_of(whole).data) != crc:
             raise ValueError(_OTHER_BASE.format(dtype=str(base.dtype).removeprefix("torch.")))
         return whole.to(base.device)
 
 
-class Columns(Rows):
-    """The columns of a matrix that differ alone, as `Rows` writes the rows."""
+class Columns(Lossless):
+    """The columns that differ alone (the second dimension), as `Lossless` writes them, and which they are.
+
+    The rest of the tensor is the base's, whatever that has there. `columns` holds, packed, the number of all columns,
+    the first one that differs (or 0) and how far each further one is from the one before.
+    """
 
     dtypes = {"columns": torch.uint8, "columns_lossless": torch.uint8}
 
     def encode(self, trained: torch.Tensor, base: torch.Tensor) -> dict[str, torch.Tensor]:
-        rows = super().encode(trained.transpose(0, 1), base.transpose(0, 1))
-        return dict(zip(self.dtypes, rows.values(), strict=True))
+        same = as_bytes(trained) == as_bytes(base.to(trained.dtype))  # where the tensors are: they may be large
+        differs = (~same).transpose(0, 1).flatten(1).any(1).cpu()
+        differs[0] |= not differs.any()
+        columns = differs.nonzero().flatten()
+        index = torch.cat([torch.tensor([len(differs)]), columns.diff(prepend=torch.tensor([0]))])
+        rows = [tensor.detach().index_select(1, columns.to(tensor.device)) for tensor in (trained, base)]
+        return {"columns": pack(index), "columns_lossless": super().encode(*rows)["lossless"]}
 
     def decode(self, parts: Mapping[str, torch.Tensor], base: torch.Tensor) -> torch.Tensor:
-        rows = dict(zip(Rows.dtypes, (parts[suffix] for suffix in self.dtypes), strict=True))
-        return super().decode(rows, base.transpose(0, 1)).transpose(0, 1).contiguous()
+        packed = parts["columns"].cpu()
+        count = min(max(unpacked_nbytes(packed) // 8, 1), base.shape[1] + 1)
+        index = unpack(packed, (count,), torch.int64)
+        total, columns = int(index[0]), index[1:].cumsum(0)
+        is_within = bool(((columns >= 0) & (columns < total)).all()) and bool((columns.diff() > 0).all())
+        if total != base.shape[1] or count < 2 or not is_within:
+            raise ValueError(f"its numbers of columns are damaged, or of a tensor with others than {base.shape[1]}")
+        columns = columns.to(base.device)
+        changed = super().decode({"lossless": parts["columns_lossless"]}, base.index_select(1, columns))
+        whole = as_bytes(base.to(changed.dtype)).index_copy(1, columns, as_bytes(changed))  # of any dtype
+        return whole.view(changed.dtype).reshape(base.shape)
 
 
 class Bfloat16(Encoding):
@@ -232,36 +253,6 @@ def check_encoding(name: str, max_error: float) -> None:
         raise ValueError(f"max_error={max_error} is for encoding='auto'; {name!r} has its own.")
 
 
-def pack(numbers: torch.Tensor) -> torch.Tensor:
-    """A tensor packed by zstd as bytes, the first ones of all entries first, then the second ones, and so on."""
-    planes = np.stack(
-        [*_bits(numbers).view(np.uint8).reshape(-1, numbers.itemsize).T]
-    )  # faster than a transposed copy
-    packed = zstandard.ZstdCompressor(level=3).compress(planes.data)
-    return torch.frombuffer(bytearray(packed), dtype=torch.uint8)
-
-
-def unpack(packed: torch.Tensor, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
-    """The tensor again, on the CPU."""
-    nbytes = math.prod(shape) * dtype.itemsize
-    if (found := unpacked_nbytes(packed)) != nbytes:  # before memory is taken for it
-        raise ValueError(f"its packed data are damaged (they hold {found} bytes instead of {nbytes})")
-    try:
-        planes = np.frombuffer(zstandard.ZstdDecompressor().decompress(packed.cpu().numpy().tobytes()), np.uint8)
-    except zstandard.ZstdError as error:
-        raise ValueError(f"its packed data are damaged ({error})") from error
-    whole = torch.from_numpy(np.stack([*planes.reshape(dtype.itemsize, -1)], axis=1))
-    return whole.reshape(-1).view(dtype).reshape(tuple(shape))
-
-
-def unpacked_nbytes(packed: torch.Tensor) -> int:
-    """How many bytes a tensor has that was packed."""
-    try:
-        return zstandard.frame_content_size(packed[:32].cpu().numpy().tobytes())
-    except zstandard.ZstdError as error:
-        raise ValueError(f"its packed data are damaged ({error})") from error
-
-
 _OTHER_BASE = (
     "the checksum is wrong, so this base ({dtype} here) is not bit for bit the one that the delta was encoded "
     "against. Load the base in the dtype that it had then"
@@ -289,23 +280,5 @@ def _grouped(values: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.pad(flat, (0, -flat.numel() % GROUP)).reshape(-1, GROUP)
 
 
-def _take(tensor: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """Rows of a tensor of any dtype; PyTorch before 2.7 has no index for some of them."""
-    return tensor.contiguous().view(torch.uint8)[rows].view(tensor.dtype)
-
-
 def _bit_places(device: torch.device) -> torch.Tensor:
     return torch.arange(8, dtype=torch.uint8, device=device)
-
-
-def _bits(tensor: torch.Tensor) -> np.ndarray:
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor)
-    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-    return flat.view(f"u{tensor.itemsize}")
-
-
-def _ordered(bits: np.ndarray) -> np.ndarray:
-    """Bit patterns of floats as integers in the order of the numbers; and those as bit patterns again."""
-    signed = bits.view(f"i{bits.itemsize}")
-    return signed ^ ((signed >> (8 * bits.itemsize - 1)) & np.iinfo(signed.dtype).max)

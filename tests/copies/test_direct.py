@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import timeit
 
 import pytest
@@ -167,3 +168,58 @@ if __name__ == "__main__":
     x = torch.randn(2, 8)
     for name, module in (("module", plain), ("tuned", wrapper)):
         print(name, min(timeit.repeat(lambda m=module: m(x), number=3000, repeat=7)) / 3000 * 1e6, "us")
+
+
+class Scaled(nn.Module):
+    """Not of a kind whose computation is known."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.scale, self.offset = nn.Parameter(torch.randn(4)), 2.0, None
+
+    def forward(self, x):
+        out = self.scale * x * self.weight if self.training else x * self.weight
+        return out if self.offset is None else out + self.offset
+
+
+def test_a_kept_twin_follows_every_change_of_its_module():
+    module = Scaled()
+    tuned = TunedModule(module, "a", ["weight"])
+    copy_of_weight, x = tuned.tuned["a"]["weight"], torch.randn(3, 4)
+    copy_of_weight.data += 1
+
+    def expected():
+        return torch.func.functional_call(module, {"weight": copy_of_weight.to(module.weight.dtype)}, (x,))
+
+    def changes():
+        yield lambda: tuned.eval()
+        yield lambda: tuned.train()
+        yield lambda: setattr(module, "scale", 3.0)
+        yield lambda: setattr(module, "offset", torch.ones(4))
+        yield lambda: module.offset.add_(1)
+        yield lambda: module.register_forward_hook(lambda m, args, out: out + m.scale)
+        yield lambda: copy_of_weight.data.mul_(2)
+        yield lambda: setattr(copy_of_weight, "data", copy_of_weight.data + 1)
+        yield lambda: setattr(copy_of_weight, "data", copy_of_weight.data.double())  # float32 copies of half modules
+        yield lambda: setattr(copy_of_weight, "data", copy_of_weight.data.float())
+        yield lambda: setattr(module, "forward", lambda y: y - tuned.weight)
+        yield lambda: delattr(module, "forward")
+        yield lambda: setattr(module, "weight", nn.Parameter(module.weight.detach().clone()))
+        yield lambda: module.register_buffer("extra", torch.zeros(1))
+
+    seen = [tuned(x)]
+    assert torch.equal(seen[0], expected())
+    for change in changes():
+        change()
+        seen.append(tuned(x))
+        assert torch.equal(seen[-1], expected())
+    assert tuned._kept_twin.get(module, tuned.tuned["a"]) is tuned._kept_twin.get(module, tuned.tuned["a"]) is not None
+    other = copy.deepcopy(tuned)
+    other.tuned["a"]["weight"].data.zero_()
+    assert torch.equal(tuned(x), seen[-1])
+    assert not torch.equal(other(x), seen[-1])
+    tuned.update_layer("b", ["weight"])
+    tuned.set_adapter("b")
+    assert not torch.equal(tuned(x), seen[-1])
+    tuned.set_adapter("a")
+    assert torch.equal(tuned(x), seen[-1])

@@ -16,7 +16,8 @@ from tiny_models import batch, build
 
 from peft_surgical import DeltaBank, convert_adapter, inspect_adapter
 from peft_surgical.files.adapter import decode_tensors, encode_tensor
-from peft_surgical.files.encodings import ENCODINGS, pack
+from peft_surgical.files.encodings import ENCODINGS
+from peft_surgical.files.packing import pack
 
 
 DTYPES = [
@@ -229,14 +230,36 @@ def test_a_zero_whose_sign_changed_and_a_nan_that_did_not_are_told_apart():
     assert as_bytes(decode_tensors(same, {"w": base})["w"]) == as_bytes(base)
 
 
-def test_columns_are_the_rows_of_the_other_side():
-    base = any_bits(torch.float32, (24, 40), 3)
+@pytest.mark.parametrize("shape", [(24, 40), (5, 40, 3)], ids=str)
+@pytest.mark.parametrize("dtype", [d for d in DTYPES if d not in (torch.float8_e4m3fn, torch.float8_e5m2)], ids=str)
+def test_only_changed_columns_are_stored_and_every_bit_comes_back(dtype, shape):
+    base, other = any_bits(dtype, shape, 3), any_bits(dtype, shape, 4)
     trained = base.clone()
-    trained[:, [5, 39]] = any_bits(torch.float32, (24, 2), 4)
+    for column in (5, 39):
+        trained[:, column] = other[:, column]
+    parts = ENCODINGS["columns"].encode(trained, base)
+    planes = zstandard.ZstdDecompressor().decompress(parts["columns"].numpy().tobytes())
+    assert [int.from_bytes(planes[i::3], "little") for i in range(3)] == [40, 5, 34]
+    decoded = ENCODINGS["columns"].decode(parts, base)
+    assert (decoded.dtype, decoded.shape) == (dtype, base.shape)
+    assert as_bytes(decoded) == as_bytes(trained)
+    same = ENCODINGS["columns"].encode(base.clone(), base)
+    assert as_bytes(ENCODINGS["columns"].decode(same, base)) == as_bytes(base)
+
+
+def test_columns_refuse_another_base_and_numbers_that_are_none():
+    base = torch.randn(24, 40)
+    trained = base.clone()
+    trained[:, 7] += 1
     parts = encode_tensor("w", trained, base, "columns")
-    assert rows_in(parts["w:columns"]) == (40, [5, 39])
-    assert as_bytes(decode_tensors(parts, {"w": base})["w"]) == as_bytes(trained)
-    assert parts["w:columns_lossless"].nbytes < 2 * 24 * 4 + 64
+    other = base.clone()
+    other[3, 7] += 1
+    with pytest.raises(ValueError, match="checksum is wrong"):
+        decode_tensors(parts, {"w": other})
+    for numbers in ([40], [39, 7], [40, 7, 0], [40, 41], [40, -1], []):
+        wrong = {**parts, "w:columns": pack(torch.tensor(numbers, dtype=torch.int64))}
+        with pytest.raises(ValueError, match="'w' cannot be decoded: its (numbers|packed)"):
+            decode_tensors(wrong, {"w": base})
 
 
 def test_rows_are_about_as_large_as_what_changed_and_never_larger_than_values():
