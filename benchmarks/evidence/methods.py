@@ -6,6 +6,7 @@
     turns-2-50-shuffled         all layers, two at a time for 50 steps (RotateLayers), in such an order
     lora-I, lora-II             PEFT's LoRA with r = 64 on query, key, value (II: and the attention's output)
     lora-16, lora-64            PEFT's LoRA with such a rank on all linear maps of the layers
+    columns-32                  so many input columns of all linear maps of the layers (StratifiedConfig)
     mlp, attention, norms       these parts of all layers
     bitfit                      the bias terms of all layers (StratifiedConfig)
     spafit-2-4-II               SPAFIT: layers 0 to 2 frozen, 3 and 4 bias terms, from 5 on LoRA (StratifiedConfig)
@@ -42,6 +43,7 @@ RATES: dict[str, tuple[float, ...]] = {
     "layers": (5e-5, 1e-4, 2e-4),
     "turns": (5e-5, 1e-4, 2e-4),
     "lora": (1e-4, 3e-4, 1e-3),
+    "columns": (1e-4, 3e-4, 1e-3),
     "bitfit": (3e-4, 1e-3, 3e-3),
     "spafit": (2e-4, 6e-4, 2e-3),
     "head": (3e-4, 1e-3, 3e-3),
@@ -153,6 +155,9 @@ def _config(model: nn.Module, tuning: str, heads: list[str]):
         return LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=targets, modules_to_save=heads)
     if match := re.fullmatch(r"lora-(\d+)", tuning):
         return LoraConfig(r=int(match[1]), lora_alpha=2 * int(match[1]), target_modules="all-linear")
+    if match := re.fullmatch(r"columns-(\d+)", tuning):
+        strata = [{"layers": "all", "tune": "columns", "columns": int(match[1])}]
+        return StratifiedConfig(strata=strata, modules_to_save=heads)
     if tuning == "bitfit":
         return StratifiedConfig.full_bitfit(modules_to_save=heads)
     if tuning.startswith("spafit-"):
