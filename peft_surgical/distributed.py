@@ -120,12 +120,12 @@ def check_not_prepared(model: nn.Module, action: str, *, but_for: str | None = N
         )
 
 
-def ddp_around(model: nn.Module) -> DistributedDataParallel | None:
-    """The wrapper of DDP around a model; who prepares a model for it has no other way to show it to those inside."""
+def ddp_around(model: nn.Module) -> list[DistributedDataParallel]:
+    """The wrappers of DDP around a model, also those of trainings before; nothing else shows them to those inside."""
     if world_size() == 1:
-        return None
-    wrappers = (thing for thing in gc.get_objects() if type(thing) is DistributedDataParallel)
-    return next((wrapper for wrapper in wrappers if unwrap(wrapper) is unwrap(model)), None)
+        return []
+    wrappers = [thing for thing in gc.get_objects() if type(thing) is DistributedDataParallel]
+    return [wrapper for wrapper in wrappers if unwrap(wrapper) is unwrap(model)]
 
 
 def renew_reducer(ddp: DistributedDataParallel) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.graph import increment_version
+from torch.nn.parallel import DistributedDataParallel
 from transformers import TrainerCallback
 
 from peft_surgical.copies.module import TunedModule
@@ -46,7 +47,7 @@ class RotateLayers(TrainerCallback):
     Example:
 
         >>> RotateLayers(layers=2, every=20).layers_of(0, depth=12)  # give it as Trainer(..., callbacks=[...])
-        [4, 9]
+        [4, 5]
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class RotateLayers(TrainerCallback):
         self._layers: list[list[nn.Parameter]] = []
         self._dtypes: dict[nn.Parameter, torch.dtype] = {}  # at rest
         self._is_begun = False
-        self._ddp: Any = None
+        self._wrappers: list[DistributedDataParallel] = []
 
     def layers_of(self, turn: int, depth: int) -> list[int]:
         """The layers that are trained in a turn.
@@ -111,7 +112,7 @@ class RotateLayers(TrainerCallback):
             self._check_checkpoint(state.global_step, optimizer)
         if self.round_at_rest:
             self._dtypes = _dtypes_of_base(model)
-        self._ddp = ddp_around(model)
+        self._wrappers = ddp_around(model)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
         turn = self._turn(state.global_step)
@@ -127,8 +128,8 @@ class RotateLayers(TrainerCallback):
             for parameter in turn:
                 if parameter in self._dtypes:
                     parameter.data = parameter.data.float()
-            if self._ddp is not None:
-                renew_reducer(self._ddp)
+            for wrapper in self._wrappers:
+                renew_reducer(wrapper)
         if is_new:
             for parameter in [*turn, *resting]:
                 parameter.grad = None

@@ -15,7 +15,7 @@ import torch
 from accelerate import PartialState
 from accelerate.utils import gather_object
 from adapters import make_config
-from peft import get_peft_model
+from peft import PeftModel, get_peft_model
 from tiny_models import batch, build
 from torch.utils.data import SequentialSampler
 from transformers import Trainer, TrainerCallback, TrainingArguments
@@ -42,14 +42,18 @@ class Count(TrainerCallback):
 
     def on_step_end(self, args, state, control, model=None, optimizer=None, **kwargs):
         self.with_state.append(len([p for p in model.parameters() if optimizer.state.get(p)]))
-        if (ddp := ddp_around(model)) is not None:
-            self.reduced.append(ddp._get_ddp_logging_data()["num_parameter_tensors"])
+        for wrapper in ddp_around(model)[:1]:
+            self.reduced.append(wrapper._get_ddp_logging_data()["num_parameter_tensors"])
 
 
-def trainer_of(folder: Path, case: str, processes: int, **options) -> InOrder:
-    rows = batch("bert", n=64, seed=5)
+def make() -> PeftModel:
     model = build("bert", hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
-    model = get_peft_model(model, make_config("SURGICAL", "bert", range(4)))
+    return get_peft_model(model, make_config("SURGICAL", "bert", range(4)))
+
+
+def trainer_of(folder: Path, case: str, processes: int, model: PeftModel | None = None, **options) -> InOrder:
+    rows = batch("bert", n=64, seed=5)
+    model = model or make()
     arguments = TrainingArguments(
         output_dir=str(folder),
         max_steps=5,
@@ -94,7 +98,8 @@ def train(folder: Path, case: str) -> dict[str, Any]:
     facts = {"engine": engine_of(trainer.model_wrapped), "with state": count.with_state, "reduced": count.reduced}
     facts |= {"error": error, "digest": digest(whole(trainer.model))}
     if not error:
-        again = trainer_of(folder / "again", case, 2)
+        # on a model that DDP has wrapped before
+        again = trainer_of(folder / "again", case, 2, trainer.model)
         again.train(resume_from_checkpoint=str(folder / case / "checkpoint-3"))
         facts["digest after resuming"] = digest(whole(again.model))
     return facts
