@@ -189,7 +189,7 @@ def measure(
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        loss.item()
+        loss.item()  # waits for the device
 
     is_cuda = device.type == "cuda"
     for number in (0, len(lengths) // 2, len(lengths) - 1, 0):  # warms up
@@ -200,29 +200,22 @@ def measure(
     seconds, reserved = [], []
     for number, rows in enumerate(lengths):
         batch = make_batch(rows, config.vocab_size, device)
-        if is_cuda:
-            torch.cuda.synchronize()
         start = time.perf_counter()
         step(number, batch)
-        if is_cuda:
-            torch.cuda.synchronize()
         seconds.append(time.perf_counter() - start)
         if is_cuda:
             reserved.append(torch.cuda.memory_reserved())
             if (number + 1) % EMPTY_CACHE_EVERY == 0:
                 torch.cuda.empty_cache()
     step(len(lengths), make_batch(longest, config.vocab_size, device))
-    row: dict[str, Any] = {
-        "method": method.name,
-        "trained": sum(p.numel() for p in model.parameters() if p.requires_grad),
-        "seconds": seconds,
-        "file_bytes": saved_bytes(model) if method.config else sum(p.numel() * 2 for p in model.parameters()),
-    }
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    row: dict[str, Any] = {"method": method.name, "trained": trained, "seconds": seconds}
     if is_cuda:
         row["peak_bytes"], row["mean_bytes"] = torch.cuda.max_memory_reserved(), statistics.mean(reserved)
         row["peak_allocated_bytes"] = torch.cuda.max_memory_allocated()
     if method.rotate:
         method.rotate.on_train_end(**events)
+    row["file_bytes"] = saved_bytes(model) if method.config else sum(p.numel() * 2 for p in model.parameters())
     return row
 
 
@@ -295,10 +288,9 @@ def main() -> None:
             print(f"{method.name}: {time.perf_counter() - start:.0f} s", flush=True)
             file.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
             gc.collect()
-            if device.type == "cuda":
-                torch.cuda.empty_cache()
-                if (left := torch.cuda.memory_allocated()) > 2**30:
-                    raise RuntimeError(f"{left / 1e9:.1f} GB of {method.name} are still on the card.")
+            torch.cuda.empty_cache()
+            if (left := torch.cuda.memory_allocated()) > 2**30:
+                raise RuntimeError(f"{left / 1e9:.1f} GB of {method.name} are still on the card.")
     print(f"\n{table(record)}\n\nwritten to {os.path.relpath(file)}")
 
 
