@@ -40,7 +40,7 @@ Base = Annotated[str, typer.Argument(help="The base model: a folder, or a name o
 Output = Annotated[Path, typer.Option("--output", "-o", help="The folder to write to.")]
 Html = Annotated[Path | None, typer.Option(help="Save one page with tables to sort and search here (.html).")]
 Encoding = Annotated[
-    str, typer.Option(help="How tensors are written: values, auto, lossless, rows, bf16, int8, int4 or sign.")
+    str, typer.Option(help="How tensors are written: values, auto, lossless, rows, columns, bf16, int8, int4 or sign.")
 ]
 MaxError = Annotated[
     float,
