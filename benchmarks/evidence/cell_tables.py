@@ -17,7 +17,7 @@ from benchmarks.evidence.plans import RATE_TASKS
 from benchmarks.evidence.tasks import TASKS
 
 
-PARTS = ("full", "lora-II", "lora-16", "lora-64", "mlp", "attention", "norms")
+PARTS = ("full", "lora-II", "lora-16", "lora-64", "columns-32", "turns-2-50-shuffled", "mlp", "attention", "norms")
 OTHERS = ("first", "lowest_fisher", "fisher_sampled", "lowest_fisher_sampled", "grad_norm", "rgn", "snr")
 """Ways to choose layers that decoders alone were tuned by."""
 
@@ -115,9 +115,15 @@ def pairs_table(results: Results) -> str:
     for name in ("spread", "middle", "fisher", "last", "random", "lora-16"):
         found = measured.difference("alternate:6", measured.cell_name(name))
         rows.append([f"every other layer - {CHOICES[name][0]}", str(found), f"{found.better}:{found.worse}"])
+    for name, label in ADAPTERS.items():
+        for other in ("lora-16", "full"):
+            found = measured.difference(name, other)
+            rows.append([f"{label} - {CHOICES[other][0]}", str(found), f"{found.better}:{found.worse}"])
     return table(["difference", f"points {INTERVALS}", "better:worse"], rows)
 
 
+ADAPTERS = {"columns-32": "32 columns of all linear maps", "turns-2-50-shuffled": "all layers in turns of two"}
+"""Methods that are compared with LoRA and with all weights."""
 CHOICES = {
     "full": ("all weights", "full"),
     "alternate": ("every other layer", "alternate:{}"),

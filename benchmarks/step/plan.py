@@ -15,6 +15,7 @@ import argparse
 import gc
 import importlib.metadata
 import json
+import shutil
 import tempfile
 from importlib.util import find_spec
 from pathlib import Path
@@ -132,6 +133,7 @@ def main() -> None:
                     **more,
                 )
                 rows.append({"model": name, "method": method, **measure(job)})
+                shutil.rmtree(job.output, ignore_errors=True)  # the checkpoints of one alone may take 50 GB
                 gc.collect()
                 print(table({"rows": rows[-1:]}).splitlines()[-1], flush=True)
     versions = {p: importlib.metadata.version(p) for p in ("torch", "transformers", "peft")}

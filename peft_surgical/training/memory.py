@@ -66,7 +66,9 @@ def memory_of(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) 
     else:
         gradients = nbytes(p.grad for p in trained if p.grad is not None)
         states = nbytes(states_of(optimizer))
-    return Memory(nbytes(held_by(model)) - copies, copies, gradients, states)
+    places = {p.device for p in trained}  # the base's own values of what is tuned may lie on the host
+    held = nbytes(tensor for tensor in held_by(model) if tensor.device in places)
+    return Memory(held - copies, copies, gradients, states)
 
 
 def states_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
