@@ -1,6 +1,6 @@
 """Put the tables of the results into the guides, between `<!-- results: NAME -->` and `<!-- end of results -->`.
 
-python -m benchmarks.common.guides docs/deltas.md docs/distributed.md docs/memory.md docs/serving.md docs/vllm.md  # after new results
+python -m benchmarks.common.guides docs/*.md  # after new results
 """
 
 from __future__ import annotations

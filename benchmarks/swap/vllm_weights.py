@@ -2,7 +2,6 @@
 
     python -m benchmarks.swap.vllm_weights            # without vLLM; 60 GB of memory, 40 GB of a GPU, a minute or two
     python -m benchmarks.swap.vllm_weights --check    # a tiny model, to see that everything runs
-    python -m benchmarks.swap.vllm_weights --show benchmarks/results/swap_vllm_weights-NVIDIA-H200.json
 
 A Llama of 8 B parameters with random weights in bfloat16, five of its 32 layers tuned, saved as values, lossless and
 int8. The code that is timed is `peft_surgical.vllm.worker`; in the place of vLLM is a stand-in that has its parameters
