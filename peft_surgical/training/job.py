@@ -102,6 +102,9 @@ class TrainingJob:
             names=("--target-module",),
         ),
     ] = ()
+    columns: Annotated[
+        int | None, _METHOD("How many input columns of each linear module to train. Default: 32.", positive=True)
+    ] = None
     lora_r: Annotated[int | None, _METHOD("Rank of LoRA. Default: lora 8, spafit 64.", positive=True)] = None
     lora_alpha: Annotated[int | None, _METHOD("Scale of LoRA. Default: lora 16, spafit 128.", positive=True)] = None
     lora_dropout: Annotated[float | None, _METHOD("Dropout in LoRA. Default: lora 0.1, spafit 0.", fraction=True)] = (

@@ -131,6 +131,13 @@ def configure_head(model: nn.Module, options: Options, ranking: LayerRanking | N
     return StratifiedConfig(strata=[{"layers": "all", "tune": "frozen"}], **shared)
 
 
+def configure_columns(model: nn.Module, options: Options, ranking: LayerRanking | None, shared: Shared) -> PeftConfig:
+    """Some input columns of the linear modules of all layers (Woo et al., 2025)."""
+    from peft_surgical.methods.stratified.config import StratifiedConfig
+
+    return StratifiedConfig(strata=[{"layers": "all", "tune": "columns"}], columns=options["columns"] or 32, **shared)
+
+
 def configure_lora(model: nn.Module, options: Options, ranking: LayerRanking | None, shared: Shared) -> PeftConfig:
     """LoRA of PEFT, on the modules that PEFT chooses for the model, else on all linear ones (Hu et al., 2022)."""
     from peft import LoraConfig
@@ -272,6 +279,7 @@ METHODS: dict[str, Method] = {
         ranks=lambda options: options["ranking"] is not None,
         check=check_spafit,
     ),
+    "columns": Method(configure_columns, "some columns of each linear module", 3e-4, frozenset({"columns"})),
     "lora": Method(configure_lora, "LoRA", 3e-4, frozenset(_LORA)),
 }
 """All methods by name. To add one: a function that makes PEFT's config, and a line here."""

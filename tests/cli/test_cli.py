@@ -70,7 +70,8 @@ def test_help_names_the_commands_and_their_defaults(run):
     for command in ("rank", "train", "evaluate", "demo"):
         assert command in words
     words = flat(run("train", "--help").replace("│", " "))
-    rates = "surgical 5e-05, last 5e-05, full 5e-05 (language models 1e-05), head 0.0003, spafit 0.0002, lora 0.0003"
+    rates = "surgical 5e-05, last 5e-05, full 5e-05 (language models 1e-05), head 0.0003, spafit 0.0002, "
+    rates += "columns 0.0003, lora 0.0003"
     assert f"Default by method: {rates}" in words
     for option, default in (
         ("--epochs", "10"),
@@ -312,7 +313,7 @@ def test_warnings_of_the_package_are_shown(run, base, out, tmp_path):
     [
         (["--data", "nowhere.csv"], "no such file or folder"),
         (["--model", "./nowhere"], "no tokenizer could be loaded"),
-        (["--method", "magic"], "allowed are surgical, last, full, head, spafit, lora"),
+        (["--method", "magic"], "allowed are surgical, last, full, head, spafit, columns, lora"),
         (["--layers", "9"], "layers 0 to 3"),
         (["--top-k", "9"], "encoder has 4 layers; allowed are 1 to 4"),
         (["--score", "magic"], "magic"),
