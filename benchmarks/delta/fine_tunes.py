@@ -34,7 +34,7 @@ from benchmarks.delta.other_forms import read_bitx, without_zstd, write_bitx
 from benchmarks.delta.size import predict, quiet
 from benchmarks.evidence import decoders, prompts, tasks, training
 from peft_surgical import convert_adapter, diff_checkpoints
-from peft_surgical.files.checkpoint import Checkpoint, ModelTensors, empty_model
+from peft_surgical.files.checkpoint import Checkpoint, ModelTensors, empty_model, tied_names
 from peft_surgical.methods.config import open_adapter
 
 
@@ -131,14 +131,16 @@ def measure(name: str, base: Path, tuned: Path, work: Path, rounds: int, score: 
     saved = open_adapter(work / "values")
     model = empty_model(Checkpoint(tuned))
     old = ModelTensors(Checkpoint(base), model)
-    trained = {entry.name: saved.decode(entry).clone() for entry in saved.entries}
+    tied = {name for name in tied_names(model) if name not in old.checkpoint}  # others store them once
+    trained = {entry.name: saved.decode(entry).clone() for entry in saved.entries if entry.name not in tied}
+    whole = sum(tensor.nbytes for tensor in trained.values())
     before = {entry.name: old[entry.name].clone() for entry in saved.entries if entry.is_copy and entry.name in old}
     rows = []
 
     def add(
         form: str, nbytes: int, write: float | None, load: float | None, found: Mapping[str, torch.Tensor]
     ) -> None:
-        rows.append({"model": name, "form": form, "bytes": nbytes, "write": write, "load": load})
+        rows.append({"model": name, "form": form, "bytes": nbytes, "whole": whole, "write": write, "load": load})
         is_same = len(rows) > 1 and rows[-2]["form"] == f"{form}, without zstd"
         same = {key: rows[-2][key] for key in ("error", "points")} if is_same else None
         rows[-1].update(same or {"error": error_of(found, trained, before), "points": score(dict(found))})
@@ -191,7 +193,7 @@ def scorer(tuned: Path, name: str, data: Path, tokenizer: Any) -> Callable[[dict
     own, last = {key: tensor.detach().clone() for key, tensor in tensors.items()}, {}
 
     def score(values: dict[str, torch.Tensor]) -> float:
-        rounded = {key: tensor.to(dtypes[key]) for key, tensor in values.items()}
+        rounded = {key: tensor.to(dtypes[key]) for key, tensor in values.items() if key in dtypes}
         is_own = all(torch.equal(tensor, own[key]) for key, tensor in rounded.items())
         if not (is_own and last):  # what restores every bit has the points of the fine-tune itself
             model.load_state_dict({**own, **rounded}, strict=False)
@@ -220,7 +222,8 @@ def table(record: dict[str, Any]) -> str:
     rows = record["rows"]
     lines = []
     for row in rows:
-        whole = next(r["bytes"] for r in rows if r["model"] == row["model"] and r["form"] == "the tensors")
+        file = next(r["bytes"] for r in rows if r["model"] == row["model"] and r["form"] == "the tensors")
+        whole = row.get("whole", file)
         times = [f"{1e3 * row[what]:.0f}" if row[what] is not None else "" for what in ("write", "load")]
         error = f"{row['error']:.1e}" if row["error"] else "0"
         sizes = [f"{row['bytes'] / 1e6:.2f}", f"{row['bytes'] / whole:.3f}"]
