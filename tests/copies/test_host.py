@@ -13,7 +13,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from tiny_models import batch, build
 
-from peft_surgical import StratifiedConfig, SurgicalConfig
+from peft_surgical import StratifiedConfig, SurgicalConfig, rank_layers
 from peft_surgical.copies import host
 from peft_surgical.copies.module import TunedModule
 
@@ -141,6 +141,23 @@ def test_what_needs_the_base_has_it_brought_back(use, tmp_path):
     base, model = tuned()
     assert away(model)
     assert torch.equal(USES[use](model, tmp_path), logits(base))
+
+
+def test_ranking_a_trained_model_and_loading_into_it_are_the_same(tmp_path):
+    found = []
+    for base_copies in ("auto", "device"):
+        _, model = tuned(base_copies=base_copies)
+        rows = [{name: value[i] for name, value in batch("bert").items()} for i in range(4)]
+        scores = rank_layers(model, rows, num_samples=4).scores
+        model.peft_config["default"].encoding = "lossless"
+        model.save_pretrained(tmp_path / base_copies)
+        step(model, seed=7)
+        load_adapter = {"adapter_name": "default", "is_trainable": True}
+        model.load_adapter(tmp_path / base_copies, **load_adapter)
+        step(model, seed=8)
+        found.append((scores, logits(model)))
+    assert found[0][0] == found[1][0]
+    assert torch.equal(found[0][1], found[1][1])
 
 
 def test_it_stays_while_every_step_needs_it_and_goes_again_afterwards():

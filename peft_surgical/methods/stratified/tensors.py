@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -165,11 +166,17 @@ def _nothing_to_tune(stratum: Stratum, layer: Layer) -> str:
 def check_choice(choice: Resolution, model: nn.Module, *, use_dora: bool = False) -> None:
     """Refuse what cannot be trained, before the model is changed."""
     is_dry_run = all(parameter.device.type == "meta" for parameter in model.parameters())
+    users = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
     for path in [*choice.lora, *choice.copies]:
         _check_place(path, model)
     for path, names in choice.copies.items():
         for name in names:
             _check_tensor(f"{path}.{name}", original_tensor(model.get_submodule(path), name), is_dry_run)
+        if path in choice.columns and users[id(original_tensor(model.get_submodule(path), "weight"))] > 1:
+            raise ValueError(
+                f"{path}.weight is shared with another module, so that columns of it cannot be trained for this one. "
+                "Leave it out with exclude_modules, or tune the layers in full."
+            )
         if use_dora and path in choice.lora and "bias" in names:
             raise ValueError(
                 f"DoRA takes the base model's bias out of the output of {path} and cannot do so with a trained one. "

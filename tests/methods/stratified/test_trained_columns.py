@@ -197,6 +197,10 @@ def test_what_cannot_be_done_is_refused(tmp_path):
         StratifiedConfig(n1=0.2, n2=0.4, columns=1.5)
     with pytest.raises(ValueError, match="columns=1000 of .*query.*, which has 16 inputs"):
         get_peft_model(build("bert"), config_for("bert", columns=1000))
+    tied = build("bert")
+    tied.bert.encoder.layer[3].output.dense.weight = tied.bert.encoder.layer[2].output.dense.weight
+    with pytest.raises(ValueError, match="layer.2.output.dense.weight is shared with another module"):
+        get_peft_model(tied, config_for("bert"))
     with pytest.raises(ValueError, match="'bias' has no meaning"):
         StratifiedConfig(strata=[{"layers": "all", "tune": "columns", "bias": "all"}])
     model = train(get_peft_model(build("bert"), config_for("bert")), "bert")
