@@ -113,6 +113,11 @@ class BaseOnHost:
             tuner._base_on_host = cls(tuner.model, wanted[0] if len(wanted) == 1 else "device")
         return tuner._base_on_host
 
+    def on_train_mode(self) -> None:
+        """To be called when the model is put into training mode; a compiled one does not say when it computes."""
+        if world_size() == 1:  # DDP, which may be put around the model next, takes parameters of one kind of device
+            self.send_away()
+
     def before_forward(self) -> None:
         """To be called before each forward pass in training."""
         if self._modules:

@@ -229,7 +229,7 @@ class DeltaTuner(SavedState, BaseTuner):
         """As in `nn.Module`, except that running statistics of frozen modules do not move in training."""
         super().train(mode)
         if mode:
-            BaseOnHost.of(self).send_away()  # compiled models do not say when they compute
+            BaseOnHost.of(self).on_train_mode()
             for module in frozen_statistics(self.model):
                 module.eval()
         return self

@@ -177,6 +177,15 @@ def test_host_sends_it_away_at_every_step():
     assert away(model)
 
 
+def test_a_model_that_ddp_is_yet_to_wrap_stays_on_one_device(monkeypatch):
+    _, model = tuned(steps=0)
+    monkeypatch.setattr(host, "world_size", lambda: 2)
+    model.train()
+    assert not away(model)
+    step(model)
+    assert away(model)
+
+
 def test_tied_and_first_parameters_stay():
     model = get_peft_model(build("llama"), SurgicalConfig(layers=[0], extra_modules=["model.embed_tokens"]))
     step(model, "llama")
