@@ -25,8 +25,11 @@ class HostedBase(nn.Module):
     """A wrapper around a module of the base, whose tensors can be put into host memory for a while."""
 
     base_layer: nn.Module
-    was_base_used = False  # since it was set so
-    _away: dict[str, torch.device] | None = None  # by name of a tensor in host memory: where it belongs
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.was_base_used = False  # since it was set so
+        self._away: dict[str, torch.device] = {}  # by name of a tensor in host memory: where it belongs
 
     def base_tensor(self, name: str) -> torch.Tensor:
         """The base's tensor of a name in the module."""
@@ -49,7 +52,6 @@ class HostedBase(nn.Module):
 
     def send_base_away(self, names: Iterable[str]) -> None:
         """Put these of the base's tensors into host memory, until something needs them."""
-        self._away = self._away or {}
         for name in names:
             base = self.base_tensor(name)
             if base.device.type not in _HOSTS:
@@ -58,10 +60,10 @@ class HostedBase(nn.Module):
 
     def bring_base_back(self) -> None:
         """Undo `send_base_away`."""
-        for name, device in list((self._away or {}).items()):
+        for name, device in list(self._away.items()):
             base = self.base_tensor(name)
             base.data = to_device(base.data, device)
-        self._away = None
+            self._away.pop(name, None)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         self.bring_base_back()  # `fn` may move the model elsewhere

@@ -62,7 +62,7 @@ def tuned(family="bert", steps=2, **options):
 def away(model):
     """The matrices of the base that lie in host memory."""
     modules = [(path, m) for path, m in model.named_modules() if isinstance(m, TunedModule)]
-    return {f"{path}.{name}" for path, m in modules for name in m._away or ()}
+    return {f"{path}.{name}" for path, m in modules for name in m._away}
 
 
 @pytest.mark.parametrize("family", ["bert", "llama"])
