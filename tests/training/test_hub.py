@@ -7,6 +7,7 @@ import pytest
 import torch
 from fake_hub import FakeHub
 from huggingface_hub import constants, file_download
+from huggingface_hub.utils import _http
 from peft import PeftModel
 from tiny_task import save_base, save_data
 from transformers import AutoModelForSequenceClassification
@@ -28,6 +29,10 @@ def job(places, tmp_path):
     return lambda **options: TrainingJob(**{**usual, **options})
 
 
+def forget_sessions():
+    getattr(_http, "reset_sessions", lambda: None)()
+
+
 @pytest.fixture
 def hub(monkeypatch, tmp_path):
     server = FakeHub()
@@ -39,7 +44,9 @@ def hub(monkeypatch, tmp_path):
     monkeypatch.setattr(file_download, "HUGGINGFACE_CO_URL_TEMPLATE", template, raising=False)  # before version 1
     monkeypatch.setattr("transformers.utils.hub._is_offline_mode", False, raising=False)  # before version 5
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    forget_sessions()  # which are offline once one was made so, before version 1
     yield server
+    forget_sessions()
     server.shutdown()
     server.server_close()
 
