@@ -6,6 +6,7 @@ needs the base's own (another adapter, none, a merge, a move of the model) bring
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -31,13 +32,13 @@ class HostedBase(nn.Module):
         self.was_base_used = False  # since it was set so
         self._away: dict[str, torch.device] = {}  # by name of a tensor in host memory: where it belongs
 
+    @abstractmethod
     def base_tensor(self, name: str) -> torch.Tensor:
         """The base's tensor of a name in the module."""
-        raise NotImplementedError
 
+    @abstractmethod
     def copied_names(self) -> Iterable[str]:
         """The base's tensors that an adapter has whole copies of."""
-        raise NotImplementedError
 
     def base_in_use(self) -> nn.Module:
         """The base's module, to compute with."""

@@ -1,4 +1,7 @@
-"""`--layers auto`: several choices of layers are trained in turn, and the best on the held-out rows is kept."""
+"""`--layers auto`: several choices of layers are trained in turn, and the best on the held-out rows is kept.
+
+`TrainingRun` and `plan` call this; so both come as arguments.
+"""
 
 from __future__ import annotations
 
@@ -16,21 +19,19 @@ from peft_surgical.distributed import gather, this_process
 from peft_surgical.layers import resolve_layers
 from peft_surgical.methods.trainer import CHOICES, best_choice
 from peft_surgical.training.card import CHECKPOINTS, TRIED, remove_checkpoints
-from peft_surgical.training.common import Diverged
+from peft_surgical.training.common import Diverged, count_steps
 from peft_surgical.training.job import TrainingJob
 from peft_surgical.training.kinds import LOWER_IS_BETTER
 from peft_surgical.training.options import write_text
-from peft_surgical.training.planning import Plan, plan
-from peft_surgical.training.run import TrainingRun, count_steps
 
 
-def try_layers(run: TrainingRun, begin: Callable[[TrainingRun], object]) -> None:
+def try_layers(run: Any, begin: Callable[[Any], object]) -> None:
     """Train each choice of layers in a run of its own, and give `run` the model and the trainer of the best.
 
     Nothing is measured on the evaluation rows. A choice that was trained to its end is not trained again.
 
     Args:
-        run: The run of a job with `layers="auto"`; what is tried stands in its `tried`.
+        run: The `TrainingRun` of a job with `layers="auto"`; what is tried stands in its `tried`.
         begin: Called with the run of each choice before it trains.
 
     Raises:
@@ -61,16 +62,16 @@ def try_layers(run: TrainingRun, begin: Callable[[TrainingRun], object]) -> None
                 remove_checkpoints(Path(_job_of(job, beaten).output) / CHECKPOINTS)
     if kept is None:
         raise ValueError("Training diverged with every choice of layers. Lower --learning-rate.")
-    best = TrainingRun(_job_of(job, kept), resume=True)
+    best = type(run)(_job_of(job, kept), resume=True)
     best.fit()  # no more steps: it loads what was best
     run.prepared, run.model, run.trainer = best.prepared, best.model, best.trainer
     run.tuned_layers, run.trained_parameters = best.tuned_layers, best.trained_parameters
     run.seconds["train"] = sum(one["seconds"] for one in choices.values())
 
 
-def plan_choices(job: TrainingJob, begin: Callable[[TrainingRun], object]) -> Plan:
-    """What a job with `layers="auto"` would cost; `begin` is called with the run of the first choice."""
-    plans: dict[str, Plan] = {}
+def plan_choices(plan: Callable[..., Any], job: TrainingJob, begin: Callable[[Any], object]) -> Any:
+    """What a job with `layers="auto"` would cost, as a `Plan`; `begin` is called with the run of the first choice."""
+    plans: dict[str, Any] = {}
     for choice in CHOICES:
         found = plan(dataclasses.replace(job, layers=choice), begin if not plans else lambda run: None)
         gc.collect()
@@ -81,10 +82,10 @@ def plan_choices(job: TrainingJob, begin: Callable[[TrainingRun], object]) -> Pl
     return dataclasses.replace(largest, seconds=sum(seconds) if len(seconds) == len(plans) else None, choices=plans)
 
 
-def _try(run: TrainingRun, choice: str, begin: Callable[[TrainingRun], object]) -> dict[str, Any]:
+def _try(run: Any, choice: str, begin: Callable[[Any], object]) -> dict[str, Any]:
     """Train one choice, and tell what came of it: its layers and parameters, the best value on the held-out rows (None
     if it diverged) and that after each epoch, steps, and seconds."""
-    part = TrainingRun(_job_of(run.job, choice), resume=True, callbacks=run.callbacks)
+    part = type(run)(_job_of(run.job, choice), resume=True, callbacks=run.callbacks)
     begin(part)
     started = time.perf_counter()
     try:

@@ -121,3 +121,9 @@ def new_modules(model: nn.Module, keys: Iterable[str]) -> list[str]:
         if parameters and new.issuperset(parameters):
             found.append(path)
     return found
+
+
+def count_steps(job: TrainingJob, samples: int) -> float:
+    """The steps of a job that trains on so many rows; of the last epoch there may be a part."""
+    per_step = job.batch_size * job.gradient_accumulation * this_process().num_processes
+    return job.max_steps if job.max_steps > 0 else job.epochs * -(-samples // per_step)

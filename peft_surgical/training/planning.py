@@ -21,6 +21,7 @@ from transformers import Trainer, TrainerCallback
 from peft_surgical.distributed import this_process
 from peft_surgical.layers import unwrap
 from peft_surgical.methods.report import tuning_report
+from peft_surgical.training.auto import plan_choices
 from peft_surgical.training.evaluation import precision_restored
 from peft_surgical.training.job import TrainingJob
 from peft_surgical.training.memory import (
@@ -122,9 +123,7 @@ def plan(job: TrainingJob, begin: Callable[[TrainingRun], object] = lambda run: 
     if this_process().num_processes > 1:
         raise ValueError("plan measures one device: start it without accelerate launch.")
     if job.layers == AUTO:
-        from peft_surgical.training.auto import plan_choices
-
-        return plan_choices(job, begin)
+        return plan_choices(plan, job, begin)
     with tempfile.TemporaryDirectory() as folder:
         # of one batch each, of which nothing is told or kept
         alone: Any = dict.fromkeys(("log_every", "report_to", "early_stopping", "push_to_hub"))

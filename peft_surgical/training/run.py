@@ -17,6 +17,7 @@ from peft_surgical.distributed import this_process
 from peft_surgical.layers import find_stacks
 from peft_surgical.methods.rotate import RotateLayers
 from peft_surgical.ranking.rank import LayerRanking
+from peft_surgical.training.auto import try_layers
 from peft_surgical.training.card import (
     CHECKPOINTS,
     METRICS_FILE,
@@ -28,7 +29,7 @@ from peft_surgical.training.card import (
     remove_checkpoints,
     write_model_card,
 )
-from peft_surgical.training.common import max_length
+from peft_surgical.training.common import count_steps, max_length
 from peft_surgical.training.evaluation import majority, make_trainer, precision_restored, shared_arguments
 from peft_surgical.training.hub import push
 from peft_surgical.training.job import TrainingJob
@@ -138,8 +139,6 @@ class TrainingRun:
             begin: Called with the run before it trains; with `layers="auto"` with the run of each choice.
         """
         if self.job.layers == AUTO:
-            from peft_surgical.training.auto import try_layers
-
             try_layers(self, begin)
             return
         begin(self)
@@ -283,12 +282,6 @@ def training_arguments(job: TrainingJob, model: nn.Module, metric: str | None, k
         **({"optim": job.optim} if job.optim else {}),
         **more,
     }
-
-
-def count_steps(job: TrainingJob, samples: int) -> float:
-    """The steps of a job that trains on so many rows; of the last epoch there may be a part."""
-    per_step = job.batch_size * job.gradient_accumulation * this_process().num_processes
-    return job.max_steps if job.max_steps > 0 else job.epochs * -(-samples // per_step)
 
 
 def tuned_layers(model: nn.Module) -> dict[str, list[int]]:
