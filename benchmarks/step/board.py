@@ -1,6 +1,6 @@
 """PEFT's board, without its data: what a step of each method takes on Llama-3.2-3B, in time, memory and file.
 
-    python -m benchmarks.step.board                          # all methods; a GPU of 48 GB
+    python -m benchmarks.step.board                          # all methods; a GPU of 80 GB
     python -m benchmarks.step.board --methods "LoRA r=32" "surgical 6 of 28" --buckets 8
     python -m benchmarks.step.board --check                  # seconds, also on a CPU: a tiny Llama
 
@@ -9,8 +9,9 @@ adapters in PEFT's dtype (float32) and full fine-tuning in bfloat16, batches of 
 of 0.1, gradients clipped to a norm of 1, no gradient checkpointing, buckets of 20 batches sorted from long to short,
 the cache of the allocator emptied every 10 steps. Weights and tokens are random. Lengths are drawn from a lognormal
 distribution cut at 650 tokens: its mean is the 209.9 tokens a row of the published runs, its width and cut give the
-ratios of their mean, 99th percentile and peak of memory. All methods see the same batches, one method at a time: the
-first 80 of the 5000 of a run, and at last the longest, which makes the peak.
+ratios of their mean, 99th percentile and peak of memory. All methods see the same batches, the first 80 of the 5000 of
+a run: once by themselves, and at last the longest, for the memory; then in turns with a reference that lies beside
+them on the card, for the time.
 
 Published times are those of the steps alone (the sum of "train time" over 5000 steps); their `train_time`, 942 s for
 LoRA of rank 32, holds the final test too. Published memory is what the allocator reserved, as here.
@@ -161,61 +162,88 @@ def make_batch(lengths: list[int], vocabulary: int, device: torch.device) -> dic
     return {name: tensor.to(device) for name, tensor in batch.items()}
 
 
-def measure(
-    method: Method, shape: dict[str, int], lengths: list[list[int]], longest: list[int], device: torch.device
-) -> dict[str, Any]:
-    """One row: the seconds of each step, the memory, the size of what is saved."""
-    torch.manual_seed(0)
-    with device:
-        config = LlamaConfig(**shape, tie_word_embeddings=True, use_cache=False)
-        model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    if method.frozen:
-        method.frozen(model)
-    if method.config:
-        model = get_peft_model(model, method.config, autocast_adapter_dtype=not method.half)
-    model.train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, weight_decay=0.1)
-    state = SimpleNamespace(global_step=0)
-    events = {"args": None, "state": state, "control": None, "model": model, "optimizer": optimizer}
-    if method.rotate:
-        method.rotate.on_train_begin(**events)
+class Run:
+    """A model in training by a method.
 
-    def step(number: int, batch: dict[str, torch.Tensor]) -> None:
-        state.global_step = number
+    Args:
+        method: The method.
+        shape: The model's.
+        device: Where it is.
+    """
+
+    def __init__(self, method: Method, shape: dict[str, int], device: torch.device):
+        torch.manual_seed(0)
+        with device:
+            config = LlamaConfig(**shape, tie_word_embeddings=True, use_cache=False)
+            model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        if method.frozen:
+            method.frozen(model)
+        if method.config:
+            model = get_peft_model(model, method.config, autocast_adapter_dtype=not method.half)
+        self.method, self.device, self.model = method, device, model.train()
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, weight_decay=0.1)
+        self.state = SimpleNamespace(global_step=0)
+        self.events = {"args": None, "state": self.state, "control": None, "model": model, "optimizer": self.optimizer}
         if method.rotate:
-            method.rotate.on_step_begin(**events)
-        optimizer.zero_grad()
-        loss = model(**batch, num_items_in_batch=batch["attention_mask"].sum().item()).loss
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        loss.item()  # waits for the device
+            method.rotate.on_train_begin(**self.events)
 
-    is_cuda = device.type == "cuda"
+    def step(self, number: int, lengths: list[int]) -> float:
+        """A step on a batch of rows of these lengths; its seconds."""
+        batch = make_batch(lengths, self.model.config.vocab_size, self.device)
+        start = time.perf_counter()
+        self.state.global_step = number
+        if self.method.rotate:
+            self.method.rotate.on_step_begin(**self.events)
+        self.optimizer.zero_grad()
+        loss = self.model(**batch, num_items_in_batch=batch["attention_mask"].sum().item()).loss
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        loss.item()  # waits for the device
+        return time.perf_counter() - start
+
+
+def measure(
+    method: Method,
+    reference: Method,
+    shape: dict[str, int],
+    lengths: list[list[int]],
+    longest: list[int],
+    device: torch.device,
+) -> dict[str, Any]:
+    """One row: the memory of a run by itself, its seconds in turns with those of a reference, the size of the file."""
+    run = Run(method, shape, device)
     for number in (0, len(lengths) // 2, len(lengths) - 1, 0):  # warms up
-        step(0, make_batch(lengths[number], config.vocab_size, device))
+        run.step(0, lengths[number])
+    is_cuda, reserved = device.type == "cuda", []
     if is_cuda:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    seconds, reserved = [], []
     for number, rows in enumerate(lengths):
-        batch = make_batch(rows, config.vocab_size, device)
-        start = time.perf_counter()
-        step(number, batch)
-        seconds.append(time.perf_counter() - start)
+        run.step(number, rows)
         if is_cuda:
             reserved.append(torch.cuda.memory_reserved())
             if (number + 1) % EMPTY_CACHE_EVERY == 0:
                 torch.cuda.empty_cache()
-    step(len(lengths), make_batch(longest, config.vocab_size, device))
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    row: dict[str, Any] = {"method": method.name, "trained": trained, "seconds": seconds}
+    run.step(len(lengths), longest)
+    trained = sum(p.numel() for p in run.model.parameters() if p.requires_grad)
+    row: dict[str, Any] = {"method": method.name, "trained": trained}
     if is_cuda:
         row["peak_bytes"], row["mean_bytes"] = torch.cuda.max_memory_reserved(), statistics.mean(reserved)
         row["peak_allocated_bytes"] = torch.cuda.max_memory_allocated()
+    beside = Run(reference, shape, device)
+    for rows in lengths[:: len(lengths) // 3]:
+        beside.step(0, rows)
+    row["seconds"], row["reference_seconds"] = [], []
+    both = [(run, row["seconds"]), (beside, row["reference_seconds"])]
+    for number, rows in enumerate(lengths):
+        for one, seconds in both if number % 2 else both[::-1]:
+            seconds.append(one.step(len(lengths) + 1 + number, rows))
+        if is_cuda and (number + 1) % EMPTY_CACHE_EVERY == 0:
+            torch.cuda.empty_cache()
     if method.rotate:
-        method.rotate.on_train_end(**events)
-    row["file_bytes"] = saved_bytes(model) if method.config else sum(p.numel() * 2 for p in model.parameters())
+        method.rotate.on_train_end(**run.events)
+    row["file_bytes"] = saved_bytes(run.model) if method.config else sum(p.numel() * 2 for p in run.model.parameters())
     return row
 
 
@@ -228,15 +256,14 @@ def saved_bytes(model: Any) -> int:
 
 def table(record: dict[str, Any]) -> str:
     """The results as a table in Markdown."""
-    header = ["method", "trained, M", "step, ms", "/ LoRA", "mean, ms", "peak, GB", "mean, GB", "allocated, GB"]
+    header = ["method", "trained, M", "step, ms", "/ reference", "mean, ms", "peak, GB", "mean, GB", "allocated, GB"]
     header += ["file, MB", "published: ms", "peak, GB", "mean, GB", "file, MB"]
-    of_lora = next((row["seconds"] for row in record["rows"] if row["method"] == "LoRA r=32"), None)
     rows = []
     for row in record["rows"]:
         seconds = row["seconds"]
-        ratio = statistics.median(a / b for a, b in zip(seconds, of_lora, strict=True)) if of_lora else None
+        ratio = statistics.median(a / b for a, b in zip(seconds, row["reference_seconds"], strict=True))
         cells = [row["method"], f"{row['trained'] / 1e6:.1f}", f"{statistics.median(seconds) * 1e3:.1f}"]
-        cells += [f"{ratio:.2f}" if ratio else "", f"{statistics.mean(seconds) * 1e3:.1f}"]
+        cells += [f"{ratio:.2f}", f"{statistics.mean(seconds) * 1e3:.1f}"]
         for name in ("peak_bytes", "mean_bytes", "peak_allocated_bytes"):
             cells.append(f"{row[name] / 1e9:.1f}" if name in row else "")
         cells.append(f"{row['file_bytes'] / 1e6:,.0f}")
@@ -250,7 +277,8 @@ def table(record: dict[str, Any]) -> str:
     return (
         f"{record['shape']} on {record['device']}; {record['batches']} batches of {BATCH} rows, "
         f"{record['tokens'] / record['batches'] / BATCH:.0f} tokens a row. Steps: median, and mean with the turns of "
-        "rotating layers; memory reserved by the allocator. Published: the same set-up on an NVIDIA L40S (mean).\n\n"
+        f"rotating layers; the ratio is the median over steps in turns with {record['reference']}. Memory reserved by "
+        "the allocator, of each method by itself. Published: the same set-up on an NVIDIA L40S (mean).\n\n"
         f"{markdown(header, rows)}"
     )
 
@@ -259,6 +287,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = [method.name for method in METHODS]
     parser.add_argument("--methods", nargs="+", choices=names, default=names, metavar="NAME", help=", ".join(names))
+    parser.add_argument("--reference", choices=names, default="LoRA r=32", metavar="NAME", help="timed beside each")
     parser.add_argument("--buckets", type=int, default=4, help=f"to time, of {BATCHES_OF_BUCKET} batches each")
     parser.add_argument("--check", action="store_true", help="a tiny model and four batches, to see that all runs")
     options = parse_options(parser, table)
@@ -274,6 +303,7 @@ def main() -> None:
     record: dict[str, Any] = {
         "device": device_name(),
         "shape": shape,
+        "reference": options.reference,
         "batches": len(lengths),
         "tokens": sum(map(sum, lengths)),
         "versions": {p: importlib.metadata.version(p) for p in ("torch", "transformers", "peft")},
@@ -281,10 +311,11 @@ def main() -> None:
         "rows": [],
     }
     file = result_file(options.output, "step_board", "check" if options.check else "")
+    reference = next(method for method in METHODS if method.name == options.reference)
     for method in METHODS:
         if method.name in options.methods:
             start = time.perf_counter()
-            record["rows"].append(measure(method, SHAPES[shape], lengths, longest, device))
+            record["rows"].append(measure(method, reference, SHAPES[shape], lengths, longest, device))
             print(f"{method.name}: {time.perf_counter() - start:.0f} s", flush=True)
             file.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
             gc.collect()
