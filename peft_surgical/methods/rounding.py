@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -54,25 +56,21 @@ def round_stochastically(optimizer_class: type[Optimizer], seed: int = 0) -> typ
             draw = random.Random(f"{seed} {number}").getrandbits(63)
             generators: dict[torch.device, torch.Generator] = {}
             gradients = {p: p.grad for group in groups for p in group["params"] if p.grad is not None}
-            rounded = [p for p in _halves(self) if p in gradients]
-            if any(isinstance(p, DTensor) for p in rounded):
-                raise TypeError("FSDP2 does not let a parameter change its dtype: train float32 copies, or use DDP.")
-            for parameter in rounded:
-                parameter.grad = None
+            places = [(held, index) for held, index in _halves(self) if held[index] in gradients]
+            for held, index in places:
+                held[index].grad = None
             take_step(self)  # the others
             for parameter in gradients:
                 parameter.grad = None
-            for parameter in rounded:
-                kept, device = parameter.data, parameter.device
-                if device not in generators:
+            for held, index in places:
+                parameter = held[index]
+                full = nn.Parameter(parameter.detach().float())
+                full.grad = gradients[parameter].float()
+                with _replaced(self, [(held, index, full)]):
+                    take_step(self)  # this one alone, since no other has a gradient
+                if (device := parameter.device) not in generators:
                     generators[device] = torch.Generator(device).manual_seed(draw)
-                parameter.data = kept.float()
-                parameter.grad = gradients[parameter].float()
-                take_step(self)  # this one alone, since no other has a gradient
-                parameter.grad = None
-                result = round_at_random(parameter.data, generators[device])
-                parameter.data = kept
-                parameter.copy_(result)
+                _local(parameter).copy_(round_at_random(_local(full), generators[device]))
             for parameter, gradient in gradients.items():
                 parameter.grad = gradient
             if any(group[k] is not old[k] for group, old in zip(groups, before, strict=True) for k in old):
@@ -84,12 +82,9 @@ def round_stochastically(optimizer_class: type[Optimizer], seed: int = 0) -> typ
             return loss
 
         def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-            kept = {p: p.data for p in _halves(self)}
-            for parameter in kept:  # states are cast to the dtype of their parameter
-                parameter.data = parameter.data.new_empty(0, dtype=torch.float32)
-            super().load_state_dict(state_dict)
-            for parameter, values in kept.items():
-                parameter.data = values
+            empty = [(held, i, nn.Parameter(held[i].new_empty(0, dtype=torch.float32))) for held, i in _halves(self)]
+            with _replaced(self, empty):  # states are cast to the dtype of their parameter
+                super().load_state_dict(state_dict)
 
     Rounded.__name__ = Rounded.__qualname__ = f"{optimizer_class.__name__}Rounded"
     Rounded.__module__ = optimizer_class.__module__  # by which transformers knows those of bitsandbytes
@@ -104,5 +99,31 @@ def round_at_random(values: Tensor, generator: torch.Generator | None = None) ->
     return torch.where(values.isfinite(), rounded, values).bfloat16()
 
 
-def _halves(optimizer: Optimizer) -> list[nn.Parameter]:
-    return [p for group in optimizer.param_groups for p in group["params"] if p.dtype == torch.bfloat16]
+def _halves(optimizer: Optimizer) -> list[tuple[list[nn.Parameter], int]]:
+    """The places of bfloat16 parameters in the lists of an optimizer's groups."""
+    lists = [group["params"] for group in optimizer.param_groups]
+    return [(held, index) for held in lists for index, p in enumerate(held) if p.dtype == torch.bfloat16]
+
+
+@contextmanager
+def _replaced(optimizer: Optimizer, others: list[tuple[list[nn.Parameter], int, nn.Parameter]]) -> Iterator[None]:
+    """In here an optimizer holds others in these places. A parameter would lose DDP's hooks with its own dtype."""
+
+    def exchange() -> None:
+        for number, (held, index, new) in enumerate(others):
+            old = held[index]
+            held[index], others[number] = new, (held, index, old)
+            if old in optimizer.state:
+                optimizer.state[new] = optimizer.state.pop(old)
+
+    exchange()
+    try:
+        yield
+    finally:
+        exchange()
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """This process's part of a tensor that FSDP2 has sharded."""
+    part: Any = tensor.detach()
+    return part.to_local() if isinstance(part, DTensor) else part

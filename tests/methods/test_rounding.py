@@ -140,6 +140,19 @@ def test_hooks_of_a_step_run_once_and_closures_count():
     assert not torch.equal(before, parameters[0])
 
 
+def test_hooks_on_gradients_stay():
+    """DDP's reducer hangs on the node that accumulates a gradient, which a change of dtype would exchange."""
+    parameter, called = problem()[0], []
+    node = parameter.expand_as(parameter).grad_fn.next_functions[0][0]
+    node.register_hook(lambda *_: called.append(True))
+    optimizer = ADAMW([parameter])
+    for steps in range(1, 3):
+        parameter.sum().backward()
+        assert len(called) == steps
+        optimizer.step()
+        optimizer.load_state_dict(optimizer.state_dict())
+
+
 class CountsInItsGroup(torch.optim.SGD):
     def step(self, closure=None):
         super().step(closure)
