@@ -21,6 +21,7 @@ import importlib.metadata
 import json
 import statistics
 import time
+import traceback
 from collections.abc import Iterator
 from typing import Any
 
@@ -177,7 +178,11 @@ def main() -> None:
             if method.name not in options.methods or (name, method.name) in done:
                 continue
             began = time.perf_counter()
-            row = try_method(SHAPES[name], method, device, tokens, options.limit_gb)
+            try:
+                row = try_method(SHAPES[name], method, device, tokens, options.limit_gb)
+            except (ImportError, RuntimeError):  # of a library on this device; the other rows do not need it
+                traceback.print_exc()
+                continue
             record["rows"].append({"shape": name, "method": method.name, **row})
             file.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
             peak = f"{row['peak_bytes'] / 1e9:.1f} GB" if "peak_bytes" in row else ""

@@ -710,7 +710,7 @@ def test_layers_of_a_decoder_are_ranked_by_the_loss_on_the_answer(decoder):
         torch.testing.assert_close(plain(**{name: t[None] for name, t in feature.items()}).loss, loss)
 
 
-@pytest.mark.parametrize("tuning", ["full", "layers-0.2", "lora-16", "mlp"])
+@pytest.mark.parametrize("tuning", ["full", "layers-0.2", "layers-0.2-bf16", "lora-16", "mlp"])
 def test_a_step_of_a_decoder_can_become_a_cuda_graph(decoder, tuning):
     rows = decoders.read(decoder, "rte").train.take(torch.arange(4))
     trainee = training.Trainee(training.halve_frozen(methods.adapt(decoders.load(decoder, "rte"), tuning)), 1e-3)
@@ -723,14 +723,15 @@ def test_a_step_of_a_decoder_can_become_a_cuda_graph(decoder, tuning):
 
 def test_a_decoder_goes_the_same_way(place, decoder, tmp_path, monkeypatch):
     monkeypatch.setitem(prompts.TASKS, "copa", replace(prompts.TASKS["copa"], epochs=1))
-    wanted = ("full", "lora-16", "mlp", "norms", "lowest_fisher_sampled", "spread", "last")
+    wanted = ("full", "lora-16", "mlp", "norms", "lowest_fisher_sampled", "spread", "last", *methods.HALVED)
     common = ["--model", str(decoder), "--data", str(place / "data"), "--tasks", "copa", "--processes", "0"]
     common += ["--results", str(tmp_path), "--rate", "1e-3", "--k", "2", "--methods", *wanted]
     run.main(["cells", *common])
     found = {r["tuning"]: r for r in records.read(tmp_path / "runs/copa.jsonl")}
     (ranked,) = records.read(tmp_path / "rankings.jsonl")
     lowest = methods.layers_name(ranked["order"][-2:])
-    assert set(found) == {"full", "lora-16", "mlp", "norms", lowest, "layers-1.3", "layers-2.3"}
+    halved = {f"layers-1.3-{name}" for name in methods.HALVED}
+    assert set(found) == {"full", "lora-16", "mlp", "norms", lowest, "layers-1.3", "layers-2.3", *halved}
     model = decoders.plain_model(decoder)
     mlp = sum(p.numel() for n, p in model.named_parameters() if ".mlp." in n)
     assert found["mlp"]["trained_parameters"] == mlp
