@@ -91,22 +91,22 @@ def parts_of(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> dict[
 def table(record: dict[str, Any]) -> str:
     """The results as a table in Markdown, with computed rows where none was measured."""
     limit = record.get("limit_gb")
-    header = ["model, method", "trained, M", *(f"{part}" for part in PARTS), "sum", "peak", "ms a step"]
+    header = ["model, method", "trained, M", *PARTS, "sum", "peak", "ms a step"]
     header += [f"fits {limit:g} GB"] if limit else []
     measured = {(row["shape"], row["method"]): row for row in record["rows"]}
     lines = []
-    for name in record["shapes"]:
+    for name in [name for name in SHAPES if name in record["shapes"]]:
         for method in METHODS:
             row = measured.get((name, method.name))
-            is_whole = row is not None and "peak_bytes" in row
-            found = row if row is not None and is_whole else compute(SHAPES[name], method, record["tokens"])
+            is_measured = row is not None and "peak_bytes" in row
+            found: Any = row if is_measured else compute(SHAPES[name], method, record["tokens"])
             total = sum(found[part] for part in PARTS)
             cells = [f"{name}, {method.name}", f"{found['trained'] / 1e6:.1f}"]
             cells += [f"{found[part] / 1e9:.2f}" for part in PARTS]
             cells += [f"{total / 1e9:.1f}"]
             cells += (
                 [f"{found['peak_bytes'] / 1e9:.1f}", f"{statistics.median(found['seconds']) * 1e3:.0f}"]
-                if is_whole
+                if is_measured
                 else ["computed", ""]
             )
             if limit:
@@ -171,7 +171,8 @@ def main() -> None:
     if file.exists():
         before = json.loads(file.read_text(encoding="utf-8"))
         same = all(before[key] == record[key] for key in ("device", "tokens", "limit_gb", "versions"))
-        record["rows"] = before["rows"] if same else []
+        if same:
+            record |= {"rows": before["rows"], "shapes": [*dict.fromkeys([*before["shapes"], *options.shapes])]}
     done = {(row["shape"], row["method"]) for row in record["rows"]}
     for name in options.shapes:
         for method in METHODS:
