@@ -294,9 +294,7 @@ def test_a_run_that_was_killed_goes_on_to_the_same_weights(job, tmp_path, option
 
 
 def test_only_what_is_in_bfloat16_is_rounded(job):
-    with pytest.raises(
-        ValueError, match="--stochastic-rounding is for values in bfloat16; .* in float32"
-    ):
+    with pytest.raises(ValueError, match="--stochastic-rounding is for values in bfloat16; .* in float32"):
         train(job(stochastic_rounding=True))
 
 
