@@ -11,6 +11,7 @@ from peft_surgical.distributed import shard_by_layer
 from peft_surgical.layers import find_stacks, resolve_layers
 from peft_surgical.methods.hotswap import prepare_model_for_hotswap
 from peft_surgical.methods.rotate import RotateLayers
+from peft_surgical.methods.rounding import round_stochastically
 from peft_surgical.methods.stratified.model import StratifiedConfig, StratifiedModel
 from peft_surgical.methods.surgical import SurgicalConfig, SurgicalModel
 from peft_surgical.methods.trainer import BestAdapterCallback, choose_layers, parameter_groups
@@ -49,5 +50,6 @@ __all__ = [
     "rank_layers",
     "register_score",
     "resolve_layers",
+    "round_stochastically",
     "shard_by_layer",
 ]

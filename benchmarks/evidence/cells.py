@@ -46,7 +46,8 @@ def default_counts(depth: int) -> list[int]:
 def fixed_orders(depth: int) -> dict[str, Sequence[int]]:
     """The choices that look at nothing."""
     middle = sorted(range(depth), key=criteria.nearness_to_middle(depth).__getitem__, reverse=True)
-    return {"last": range(depth)[::-1], "first": range(depth), "middle": middle, "alternate": alternate(depth)}
+    every_other = dict.fromkeys(("alternate", *methods.HALVED), alternate(depth))
+    return {"last": range(depth)[::-1], "first": range(depth), "middle": middle, **every_other}
 
 
 def draws(cell: str) -> list[str]:

@@ -164,7 +164,8 @@ def train_job(place: Place, job: Job) -> None:
         torch.manual_seed(job.seed)
         adapted = methods.adapt(copy.deepcopy(base), tuning)
         trainees.append(make_trainee(training.halve_frozen(adapted), rate, tuning, job.seed))
-    training.fit(trainees, task, data.train, data.held_out, seed=job.seed)
+    graphs = False if any(tuning.endswith("-stochastic") for tuning in job.items) else None  # it would draw the same
+    training.fit(trainees, task, data.train, data.held_out, seed=job.seed, graphs=graphs)
     for tuning, trainee in zip(job.items, trainees, strict=True):
         assert trainee.best is not None
         measured = tasks.score(task, training.predict(trainee.model, data.validation), data.validation)

@@ -3,6 +3,7 @@
     full                        all parameters
     head                        the head alone
     layers-3.4.5                all parameters of these layers (SurgicalConfig)
+    layers-3.4.5-bf16           the same in bfloat16, rounded to the nearest; -bf16-stochastic: at random
     turns-2-50-shuffled         all layers, two at a time for 50 steps (RotateLayers), in such an order
     lora-I, lora-II             PEFT's LoRA with r = 64 on query, key, value (II: and the attention's output)
     lora-16, lora-64            PEFT's LoRA with such a rank on all linear maps of the layers
@@ -13,8 +14,8 @@
     strata-II-lora.5.6-bitfit.7 LoRA on these layers, bias terms on those, the rest frozen (StratifiedConfig)
 
 The head is always trained. In a *plan* the layers may be left to a ranking: `fisher:5` are the best five layers by
-`fisher`, `fisher:-1` the worst one, `spread:5` five at equal distances, `strata-II-lora:7-bitfit:2/fisher` the best
-seven by `fisher` and the next two.
+`fisher`, `fisher:-1` the worst one, `spread:5` five at equal distances, `bf16:5` every other one in bfloat16,
+`strata-II-lora:7-bitfit:2/fisher` the best seven by `fisher` and the next two.
 """
 
 from __future__ import annotations
@@ -51,6 +52,8 @@ RATES: dict[str, tuple[float, ...]] = {
 """The learning rates that are tried, three for each family of methods."""
 PARTS = {"mlp": r"\.mlp\.", "attention": r"\.self_attn\.", "norms": r"norm\.weight$"}
 """The parameters of parts of a decoder."""
+HALVED = ("bf16", "bf16-stochastic")
+"""Every other layer, trained in bfloat16."""
 
 
 def representatives(depth: int) -> dict[str, str]:
@@ -104,9 +107,10 @@ def resolve(plan: str, orders: Mapping[str, Sequence[int]]) -> str:
     if match := re.fullmatch(r"spread:(\d+)", plan):
         depth, count = len(next(iter(orders.values()))), int(match[1])
         return layers_name([(2 * i + 1) * depth // (2 * count) for i in range(count)])
-    if match := re.fullmatch(r"(\w+):(-?\d+)", plan):
+    if match := re.fullmatch(r"([\w-]+):(-?\d+)", plan):
         order, count = orders[match[1]], int(match[2])
-        return layers_name(order[:count] if count > 0 else order[count:])
+        name = layers_name(order[:count] if count > 0 else order[count:])
+        return f"{name}-{match[1]}" if match[1] in HALVED else name
     if match := re.fullmatch(r"strata-(I|II)-lora:(\d+)-bitfit:(\d+)/(\w+)", plan):
         order, lora, bitfit = orders[match[4]], int(match[2]), int(match[3])
         parts = [sorted(order[:lora]), sorted(order[lora : lora + bitfit])]
@@ -142,11 +146,15 @@ def adapt(model: nn.Module, tuning: str) -> nn.Module:
         for path, parameter in model.named_parameters():
             parameter.requires_grad_(bool(re.search(PARTS[tuning], path)))
         return model
-    return get_peft_model(model, _config(model, tuning, heads))
+    adapted = get_peft_model(model, _config(model, tuning, heads))
+    for parameter in adapted.parameters() if tuning.endswith(HALVED) else ():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.bfloat16()
+    return adapted
 
 
 def _config(model: nn.Module, tuning: str, heads: list[str]):
-    if match := re.fullmatch(r"layers-([\d.]+)", tuning):
+    if match := re.fullmatch(r"layers-([\d.]+)(-bf16.*)?", tuning):
         return SurgicalConfig(layers=_numbers(match[1]), modules_to_save=heads)
     if tuning.startswith("turns-"):
         return SurgicalConfig(layers="all", modules_to_save=heads)

@@ -32,9 +32,10 @@ class Trainee:
     Args:
         model: The model; what requires a gradient is trained.
         rate: Peak learning rate.
+        optimizer: Its class.
     """
 
-    def __init__(self, model: nn.Module, rate: float):
+    def __init__(self, model: nn.Module, rate: float, optimizer: type = torch.optim.AdamW):
         self.model, self.peak = model, rate
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.device = self.parameters[0].device
@@ -43,9 +44,8 @@ class Trainee:
         self.loss_sum = torch.zeros((), device=self.device)
         # a learning rate in a tensor can change without a new graph
         start = torch.zeros((), device=self.device)
-        self.optimizer = torch.optim.AdamW(
-            self.parameters, lr=start, weight_decay=WEIGHT_DECAY, fused=True, capturable=on_gpu
-        )
+        options = {"weight_decay": WEIGHT_DECAY, "fused": True, "capturable": on_gpu}
+        self.optimizer = optimizer(self.parameters, lr=start, **options)
         self.best: Best | None = None
         self.history: list[dict[str, float]] = []
 

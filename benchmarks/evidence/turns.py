@@ -1,15 +1,16 @@
-"""Models whose layers are trained in turns."""
+"""Models whose layers are trained in turns, and which optimizer a method has."""
 
 from __future__ import annotations
 
 import re
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import TrainerState
 
 from benchmarks.evidence.training import Trainee
-from peft_surgical import RotateLayers
+from peft_surgical import RotateLayers, round_stochastically
 
 
 class TraineeInTurns(Trainee):
@@ -41,5 +42,6 @@ def make_trainee(model: nn.Module, rate: float, tuning: str, seed: int) -> Train
     """A model that was made ready for a method, in training."""
     match = re.fullmatch(r"turns-(\d+)-(\d+)-(\w+)", tuning)
     if match is None:
-        return Trainee(model, rate)
+        kind: type = torch.optim.AdamW
+        return Trainee(model, rate, round_stochastically(kind, seed) if tuning.endswith("-stochastic") else kind)
     return TraineeInTurns(model, rate, RotateLayers(int(match[1]), int(match[2]), match[3], seed))

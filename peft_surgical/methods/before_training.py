@@ -93,7 +93,8 @@ def warn_of_surprises(tuner: Any, frozen_on_purpose: Collection[str] = ()) -> No
         )
     whole = {name: p.dtype for name, p in declared.items() if any(f".{part}." in name for part in _WHOLE)}
     half = [name for name, dtype in whole.items() if dtype in (torch.float16, torch.bfloat16)]
-    if half and getattr(tuner.model, "is_quantized", False):
+    is_asked_for = not any(tuner._autocast.get(name, True) for name in active)
+    if half and not is_asked_for and getattr(tuner.model, "is_quantized", False):
         warnings.warn(
             f"{len(half)} tensors that are trained whole on a quantised base are {whole[half[0]]}, where small steps "
             f"are lost, e.g. {half[0]}. TRL's trainers round what they train to it. Undo that before training: "

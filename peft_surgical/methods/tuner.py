@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -47,6 +47,7 @@ class DeltaTuner(SavedState, BaseTuner):
     target_module_mapping: dict[str, list[str]] = {}
     _frozen_on_purpose: frozenset[str] = frozenset()
     _copied: dict[int, nn.Parameter] = {}  # of the adapter being made, by id of the base's tensor
+    _autocast: Mapping[str, bool] = {}  # by adapter: whether it is in float32 on a base in half precision
     _is_trained_set_checked = False
     _base_on_host: BaseOnHost | None = None
     resting: Sequence[nn.Parameter] = ()  # what `RotateLayers` does not train now; nothing else makes it trainable
@@ -152,6 +153,7 @@ class DeltaTuner(SavedState, BaseTuner):
 
     def inject_adapter(self, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
         check_adapter_name(adapter_name, model)
+        self._autocast = {name: cast for name, cast in self._autocast.items() if name != adapter_name}
         frozen, present = self._frozen_on_purpose, {id(module) for module in model.modules()}
         given: Any = self.peft_config[adapter_name]
         if not given.inference_mode:  # what is loaded is resolved already, and PEFT expects that very config
@@ -178,6 +180,11 @@ class DeltaTuner(SavedState, BaseTuner):
         shapes = {self._remove_adapter_name_from_key(name, adapter_name): tensor.shape for name, tensor in live}
         config.resolution = replace(config.resolution, shapes=shapes)
         self._sync_labels()
+
+    def _cast_adapter_dtype(self, adapter_name: str, autocast_adapter_dtype: bool = True) -> None:
+        # an adapter that is loaded anew keeps its dtype: Trainer does so, without the option, to resume
+        self._autocast = {adapter_name: autocast_adapter_dtype, **self._autocast}
+        super()._cast_adapter_dtype(adapter_name, self._autocast[adapter_name])
 
     def _check_target_module_compatiblity(self, peft_config: Any, model: nn.Module, target_name: str) -> None:
         """PEFT's warning is about LoRA on Mamba's projections; copies of whole tensors have no such limit."""
@@ -289,11 +296,5 @@ class DeltaTuner(SavedState, BaseTuner):
 
     # ---- unloading
 
-    def _unload_and_optionally_merge(
-        self,
-        merge: bool = True,
-        progressbar: bool = False,
-        safe_merge: bool = False,
-        adapter_names: list[str] | None = None,
-    ) -> Any:
-        return unload(self, merge, progressbar, safe_merge, adapter_names)
+    def _unload_and_optionally_merge(self, *args: Any, **kwargs: Any) -> Any:
+        return unload(self, *args, **kwargs)

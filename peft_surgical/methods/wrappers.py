@@ -29,7 +29,13 @@ _ROWS_NOT_FIRST = ("xlnet",)  # hidden states are (tokens, batch, width)
 # ---- taken out
 
 
-def unload(tuner: Any, merge: bool, progressbar: bool, safe_merge: bool, adapter_names: list[str] | None) -> Any:
+def unload(
+    tuner: Any,
+    merge: bool = True,
+    progressbar: bool = False,
+    safe_merge: bool = False,
+    adapter_names: list[str] | None = None,
+) -> Any:
     """Put the base's modules, merged or not, back in the places of their wrappers; the arguments are PEFT's."""
     wrapped = [
         (name, module)

@@ -195,6 +195,13 @@ class TrainingJob:
             choices=("float32", "bfloat16", "float16", "auto"),
         ),
     ] = "float32"
+    stochastic_rounding: Annotated[
+        bool,
+        _TRAINING(
+            "Train in the base's bfloat16, without float32 copies: half their memory. Steps are rounded at random, so "
+            "that small ones are not lost. With --dtype bfloat16."
+        ),
+    ] = False
     packing: Annotated[bool, _LANGUAGE("Train on rows put together up to --max-length, without padding.")] = False
     assistant_only_loss: Annotated[
         bool, _LANGUAGE("Learn the assistant's words in a chat alone, not those of the user.")

@@ -59,11 +59,24 @@ def adapt(
     task_type: str = "SEQ_CLS",
     head: list[str] | None = None,
 ) -> nn.Module:
-    """A model made ready to be trained by a method; `head` names the modules that belong to the task."""
+    """A model made ready to be trained by a method; `head` names the modules that belong to the task.
+
+    Raises:
+        ValueError: What is trained is to be rounded stochastically, and has more bits.
+    """
     from peft import get_peft_model
 
+    is_rounded = options.get("stochastic_rounding", False)
     config = METHODS[method].configure(model, options, ranking, {"task_type": task_type, "modules_to_save": head})
-    return model if config is None else get_peft_model(model, config)
+    if config is not None:
+        model = get_peft_model(model, config, autocast_adapter_dtype=not is_rounded)
+    dtypes = {str(p.dtype).removeprefix("torch.") for p in model.parameters() if p.requires_grad}
+    if is_rounded and "bfloat16" not in dtypes:
+        raise ValueError(
+            f"--stochastic-rounding is for values in bfloat16; those that are trained are in {', '.join(dtypes)}. Add "
+            "--dtype bfloat16, or drop it."
+        )
+    return model
 
 
 def default_top_k(depth: int) -> int:
@@ -249,6 +262,7 @@ def _lora_options(options: Options, *, rank: int, alpha: int, dropout: float) ->
     return defaults | {name: value for name, value in given.items() if value is not None}
 
 
+ROUNDED = {"stochastic_rounding"}
 OF_TURNS = {"rotate_every", "rotate_layers"}
 OF_A_RANKING = {"samples", "fisher_labels", "aggregation", "head_seeds"}
 _LORA = {"lora_r", "lora_alpha", "lora_dropout"}
@@ -258,7 +272,7 @@ METHODS: dict[str, Method] = {
         configure_surgical,
         "all weights of some layers",
         5e-5,
-        frozenset({"top_k", "layers", "stack", "dequantize", "ranking", "score", *OF_A_RANKING, *OF_TURNS}),
+        frozenset({"top_k", "layers", "stack", "dequantize", "ranking", "score", *OF_A_RANKING, *OF_TURNS, *ROUNDED}),
         ranks=lambda options: bool(options["ranking"] or options["score"]),
         check=check_layers,
     ),
@@ -266,10 +280,10 @@ METHODS: dict[str, Method] = {
         configure_last,
         "all weights of the last layers",
         5e-5,
-        frozenset({"top_k", "stack", "dequantize"}),
+        frozenset({"top_k", "stack", "dequantize", *ROUNDED}),
         check=check_layers,
     ),
-    "full": Method(lambda *given: None, "all weights", 5e-5, language_rate=1e-5),
+    "full": Method(lambda *given: None, "all weights", 5e-5, frozenset(ROUNDED), language_rate=1e-5),
     "head": Method(configure_head, "the task's head alone", 3e-4),
     "spafit": Method(
         configure_spafit,

@@ -133,7 +133,7 @@ def _check_optimizer(name: str) -> None:
         raise ValueError(
             f"--optim {name}: transformers has none of this name; allowed are {', '.join(near)} and others."
         )
-    if "bnb" in name or "8bit" in name:
+    if "bnb" in name or ("8bit" in name and "torch" not in name):  # adamw_torch_8bit is of torchao
         if find_spec("bitsandbytes") is None:
             raise ImportError(f"--optim {name} is of bitsandbytes, which is not installed: pip install bitsandbytes")
         if this_process().device.type == "cpu":

@@ -16,6 +16,7 @@ from transformers import EarlyStoppingCallback, TrainerCallback, set_seed
 from peft_surgical.distributed import this_process
 from peft_surgical.layers import find_stacks
 from peft_surgical.methods.rotate import RotateLayers
+from peft_surgical.methods.rounding import round_stochastically
 from peft_surgical.ranking.rank import LayerRanking
 from peft_surgical.training.auto import try_layers
 from peft_surgical.training.card import (
@@ -209,6 +210,9 @@ class TrainingRun:
         for callback in self.callbacks:
             if isinstance(callback, ProgressLines):
                 callback.trainer = trainer
+        if self.job.stochastic_rounding:
+            optimizer, kwargs = trainer.get_optimizer_cls_and_kwargs(trainer.args, self.model)
+            trainer.optimizer_cls_and_kwargs = round_stochastically(optimizer, self.job.seed), kwargs
         trainer.args.warmup_steps = round(self.job.warmup * count_steps(self.job, len(trainer.train_dataset)))
         return trainer
 

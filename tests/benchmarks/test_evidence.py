@@ -340,6 +340,10 @@ def test_plans_become_layers():
     assert methods.resolve("fisher:-2", orders) == "layers-0.2"
     assert methods.resolve("strata-II-lora:2-bitfit:1/fisher", orders) == "strata-II-lora.3.5-bitfit.4"
     assert methods.resolve("lora-II", orders) == "lora-II"
+    every_other = cells.fixed_orders(6)
+    assert methods.resolve("bf16-stochastic:3", every_other) == "layers-1.3.5-bf16-stochastic"
+    assert methods.family("layers-1.3.5-bf16") == "layers"
+    assert cells.cell_names(["bf16", "bf16-stochastic"], [3]) == ["bf16:3", "bf16-stochastic:3"]
 
 
 STRATA = "strata-II-lora.1.2-bitfit.5"
@@ -359,9 +363,34 @@ def test_layers_can_take_turns(place):
     assert {name.split(".layer.")[1][0] for name in moved} == {str(turn) for turn in range(-(-steps // 3))}
 
 
+def test_small_steps_in_bfloat16_are_lost_by_rounding_to_the_nearest_alone(place):
+    rows, model = loaded(place, "cola")
+    moved = {}
+    for name in ("layers-1.3", "layers-1.3-bf16", "layers-1.3-bf16-stochastic"):
+        trainee = make_trainee(methods.adapt(copy.deepcopy(model), name), 1e-6, name, seed=0)
+        before = [p.detach().clone() for p in trainee.parameters]
+        for _ in training.train([trainee], rows.train, batch=4, epochs=1, seed=0):
+            pass
+        pairs = zip(trainee.parameters, before, strict=True)
+        moved[name] = sum(bool((now != old).any()) for now, old in pairs if now.ndim > 1)
+        assert {p.dtype for p in trainee.parameters} == {torch.bfloat16 if "bf16" in name else torch.float32}
+    assert moved["layers-1.3-bf16"] < moved["layers-1.3-bf16-stochastic"] <= moved["layers-1.3"]
+
+
 @pytest.mark.parametrize(
     "tuning",
-    ["full", "head", "layers-0.4", "turns-2-50-random", "lora-I", "bitfit", "spafit-2-4-I", STRATA],
+    [
+        "full",
+        "head",
+        "layers-0.4",
+        "layers-0.4-bf16",
+        "layers-0.4-bf16-stochastic",
+        "turns-2-50-random",
+        "lora-I",
+        "bitfit",
+        "spafit-2-4-I",
+        STRATA,
+    ],
 )
 def test_every_method_trains_what_it_says(place, tuning):
     _, model = loaded(place, "cola")
@@ -371,13 +400,13 @@ def test_every_method_trains_what_it_says(place, tuning):
     layers = {int(name.split(".layer.")[1].split(".")[0]) for name in trained if ".layer." in name}
     expected = {
         "head": set(),
-        "layers-0.4": {0, 4},
+        **dict.fromkeys(("layers-0.4", "layers-0.4-bf16", "layers-0.4-bf16-stochastic"), {0, 4}),
         "spafit-2-4-I": {3, 4, 5},
         STRATA: {1, 2, 5},
     }
     assert layers == expected.get(tuning, set(range(6)))
     size = methods.size(ready)
-    assert size["delta_bytes"] == 4 * size["trained_parameters"]
+    assert size["delta_bytes"] == (2 if "bf16" in tuning else 4) * size["trained_parameters"]
     assert size["head_parameters"] == sum(
         p.numel() for n, p in ready.named_parameters() if n in trained and "class" in n
     )
@@ -681,7 +710,7 @@ def test_layers_of_a_decoder_are_ranked_by_the_loss_on_the_answer(decoder):
         torch.testing.assert_close(plain(**{name: t[None] for name, t in feature.items()}).loss, loss)
 
 
-@pytest.mark.parametrize("tuning", ["full", "layers-0.2", "lora-16", "mlp"])
+@pytest.mark.parametrize("tuning", ["full", "layers-0.2", "layers-0.2-bf16", "lora-16", "mlp"])
 def test_a_step_of_a_decoder_can_become_a_cuda_graph(decoder, tuning):
     rows = decoders.read(decoder, "rte").train.take(torch.arange(4))
     trainee = training.Trainee(training.halve_frozen(methods.adapt(decoders.load(decoder, "rte"), tuning)), 1e-3)
@@ -694,14 +723,15 @@ def test_a_step_of_a_decoder_can_become_a_cuda_graph(decoder, tuning):
 
 def test_a_decoder_goes_the_same_way(place, decoder, tmp_path, monkeypatch):
     monkeypatch.setitem(prompts.TASKS, "copa", replace(prompts.TASKS["copa"], epochs=1))
-    wanted = ("full", "lora-16", "mlp", "norms", "lowest_fisher_sampled", "spread", "last")
+    wanted = ("full", "lora-16", "mlp", "norms", "lowest_fisher_sampled", "spread", "last", *methods.HALVED)
     common = ["--model", str(decoder), "--data", str(place / "data"), "--tasks", "copa", "--processes", "0"]
     common += ["--results", str(tmp_path), "--rate", "1e-3", "--k", "2", "--methods", *wanted]
     run.main(["cells", *common])
     found = {r["tuning"]: r for r in records.read(tmp_path / "runs/copa.jsonl")}
     (ranked,) = records.read(tmp_path / "rankings.jsonl")
     lowest = methods.layers_name(ranked["order"][-2:])
-    assert set(found) == {"full", "lora-16", "mlp", "norms", lowest, "layers-1.3", "layers-2.3"}
+    halved = {f"layers-1.3-{name}" for name in methods.HALVED}
+    assert set(found) == {"full", "lora-16", "mlp", "norms", lowest, "layers-1.3", "layers-2.3", *halved}
     model = decoders.plain_model(decoder)
     mlp = sum(p.numel() for n, p in model.named_parameters() if ".mlp." in n)
     assert found["mlp"]["trained_parameters"] == mlp

@@ -474,5 +474,10 @@ def test_a_base_in_four_bits_trains_copies_of_its_layers_in_full_precision(job, 
     assert {tensor.dtype for tensor in weights(asked.output).values()} == {torch.float32}
     assert results["evaluation"]["loss"] < results["base"]["loss"]
     assert evaluate(asked.output).metrics["loss"] == pytest.approx(results["evaluation"]["loss"], rel=1e-5)
+    rounded = job(
+        **options, dequantize=True, stochastic_rounding=True, dtype="bfloat16", output=str(tmp_path / "half")
+    )
+    assert train(rounded)["evaluation"]["loss"] < results["base"]["loss"]
+    assert {tensor.dtype for tensor in weights(rounded.output).values()} == {torch.bfloat16}
     lora = train(job(**{**options, "method": "lora", "top_k": None}, output=str(tmp_path / "lora")))
     assert lora["evaluation"]["loss"] != lora["base"]["loss"]

@@ -273,11 +273,13 @@ def run_until_killed(job: TrainingJob, step: int = 6) -> None:
     run.fit()
 
 
-@pytest.mark.parametrize("method", ["surgical", "full"])
-def test_a_run_that_was_killed_goes_on_to_the_same_weights(job, tmp_path, method, monkeypatch):
-    options = {"method": method, "epochs": 3} | (
-        {"top_k": 2, "score": "fisher", "samples": 20} if method == "surgical" else {}
-    )
+RANKED_TWO = {"method": "surgical", "top_k": 2, "score": "fisher", "samples": 20}
+ROUNDED = {"stochastic_rounding": True, "dtype": "bfloat16"}
+
+
+@pytest.mark.parametrize("options", [RANKED_TWO, {"method": "full"}, {**RANKED_TWO, **ROUNDED}, {**ROUNDED}])
+def test_a_run_that_was_killed_goes_on_to_the_same_weights(job, tmp_path, options, monkeypatch):
+    options = {"epochs": 3, **options}
     whole = train(job(output=str(tmp_path / "whole"), **options))
     asked = job(output=str(tmp_path / "killed"), **options)
     assert run_forked(run_until_killed, asked).code == -signal.SIGKILL
@@ -285,8 +287,15 @@ def test_a_run_that_was_killed_goes_on_to_the_same_weights(job, tmp_path, method
     monkeypatch.setattr(prepare_module, "rank_layers", lambda *a, **k: pytest.fail("ranked again"))
     resumed = train(asked, resume=True)
     assert same(weights(tmp_path / "whole"), weights(tmp_path / "killed"))
+    dtype = torch.bfloat16 if "dtype" in options else torch.float32
+    assert {values.dtype for values in weights(tmp_path / "killed").values()} == {dtype}
     for key in ("evaluation", "selection", "layers", "history"):
         assert resumed[key] == whole[key], key
+
+
+def test_only_what_is_in_bfloat16_is_rounded(job):
+    with pytest.raises(ValueError, match="--stochastic-rounding is for values in bfloat16; .* in float32"):
+        train(job(stochastic_rounding=True))
 
 
 def test_early_stopping_counts_epochs_also_over_a_kill(job, tmp_path):
