@@ -28,39 +28,17 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrained
 from transformers.utils import logging as transformers_logging
 
 from benchmarks.common.device import device_name, parse_options, result_file
+from benchmarks.step.shapes import SHAPES
 from peft_surgical.training import TrainingJob, TrainingRun, plan
 
 
-LLAMA = {"vocab_size": 32_000, "max_position_embeddings": 2048}
 LARGE = {"batch_size": 4, "max_length": 512, "dtype": "bfloat16", "gradient_checkpointing": True}
-# by name: the type, the shape, and the options of the job
-SHAPES: dict[str, tuple[str, dict[str, int], dict[str, Any]]] = {
-    "bert-large": (
-        "bert",
-        {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096},
-        {"batch_size": 16, "max_length": 128},
-    ),
-    "llama-1b": (
-        "llama",
-        {**LLAMA, "hidden_size": 2048, "num_hidden_layers": 20, "num_attention_heads": 32, "intermediate_size": 5504},
-        {**LARGE, "gradient_checkpointing": False},
-    ),
-    "llama-7b": (
-        "llama",
-        {**LLAMA, "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "intermediate_size": 11008},
-        LARGE,
-    ),
-    "tiny": (
-        "llama",
-        {
-            "vocab_size": 64,
-            "hidden_size": 16,
-            "num_hidden_layers": 4,
-            "num_attention_heads": 2,
-            "intermediate_size": 32,
-        },
-        {"batch_size": 2, "max_length": 16},
-    ),
+# by name of the shape: the type, and the options of the job
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "bert-large": ("bert", {"batch_size": 16, "max_length": 128}),
+    "llama-1b": ("llama", {**LARGE, "gradient_checkpointing": False}),
+    "llama-7b": ("llama", LARGE),
+    "tiny": ("llama", {"batch_size": 2, "max_length": 16}),
 }
 METHODS: dict[str, dict[str, Any]] = {
     "full": {},
@@ -103,14 +81,14 @@ def measure(job: TrainingJob) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("shapes", nargs="*", help=f"of {', '.join(SHAPES)}; all but tiny if none is named")
+    parser.add_argument("shapes", nargs="*", help=f"of {', '.join(MODELS)}; all but tiny if none is named")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=[*METHODS])
     options = parse_options(parser, table)
     transformers_logging.set_verbosity_error()
     language = find_spec("trl") is not None
     rows = []
-    for name in options.shapes or [name for name in SHAPES if name != "tiny"]:
-        kind, shape, more = SHAPES[name]
+    for name in options.shapes or [name for name in MODELS if name != "tiny"]:
+        (kind, more), shape = MODELS[name], SHAPES[name]
         is_language = language and kind == "llama"
         with tempfile.TemporaryDirectory() as folder:
             save_model(Path(folder, "model"), kind, shape, more.get("dtype", "float32"), language=is_language)

@@ -11,20 +11,12 @@ from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-from benchmarks.step import plan
+from benchmarks.step import shapes
 from peft_surgical import SurgicalConfig, round_stochastically
 
 
-SHAPES: dict[str, dict[str, int]] = {
-    **{name: plan.SHAPES[name][1] for name in ("llama-1b", "llama-7b")},
-    "llama-13b": {
-        **plan.LLAMA,
-        "hidden_size": 5120,
-        "num_hidden_layers": 40,
-        "num_attention_heads": 40,
-        "intermediate_size": 13824,
-    },
-    "tiny": {**plan.SHAPES["tiny"][1], "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 7},
+SHAPES = {name: shapes.SHAPES[name] for name in ("llama-1b", "llama-7b", "llama-13b")} | {
+    "tiny": {**shapes.SHAPES["tiny"], "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 7}
 }
 TUNED, RANK = 5, 16
 
