@@ -170,6 +170,21 @@ def whole_tensor(tensor: Tensor) -> AbstractContextManager[None]:
     return gather_params_ctx(cast(nn.Parameter, tensor), None) if is_sharded else nullcontext()
 
 
+def left_out_of_units(model: Any, device: torch.device, dtype: torch.dtype | None = None) -> set[nn.Parameter]:
+    """The base's own parameters that the one adapter of a model has copies of, for `fully_shard(ignored_params=...)`.
+
+    They are put into host memory, whole in each process, and come to the device when something needs them. FSDP2 would
+    gather them with the copies of their layer at every step, which needs none of them.
+
+    Args:
+        model: The model, before FSDP2 takes it over.
+        device: Where it is going to compute.
+        dtype: FSDP2's `MixedPrecisionPolicy.param_dtype`.
+    """
+    leave_out = getattr(getattr(model, "base_model", None), "leave_base_out", None)
+    return leave_out(device, dtype) if leave_out else set()
+
+
 def shard_by_layer(accelerator: Any, model: nn.Module) -> None:
     """Let FSDP make a unit of each transformer layer, or of the classes that the launch names.
 
@@ -193,11 +208,20 @@ def shard_by_layer(accelerator: Any, model: nn.Module) -> None:
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
     if plugin is None:
         return
+    version = getattr(plugin, "fsdp_version", 1)
     if not plugin.transformer_cls_names_to_wrap or hasattr(plugin, "_names_are_of_layers"):
         layers = [layer.module for stack in find_stacks(model).values() for layer in stack.layers]
         plugin.transformer_cls_names_to_wrap = list(dict.fromkeys(type(layer).__name__ for layer in layers))
         plugin._names_are_of_layers = True  # of this model, not of the next one
-    if getattr(plugin, "fsdp_version", 1) == 1:
+    # not weights that one process loads for all, and those that are sharded on the host cost the device nothing
+    is_offloaded = type(plugin.cpu_offload).__name__ == "CPUOffloadPolicy"
+    if version == 2 and not (plugin.cpu_ram_efficient_loading or is_offloaded):
+        given = plugin.ignored_modules
+        if not isinstance(given, str):
+            dtype = getattr(plugin.mixed_precision_policy, "param_dtype", None)
+            left_out = _LeftOut(left_out_of_units(model, accelerator.device, dtype))
+            plugin.ignored_modules = [*(m for m in given or () if type(m) is not _LeftOut), left_out]
+    if version == 1:
         _check_saved_whole(model)
         from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy  # slow, and not in every build of PyTorch
 
@@ -213,6 +237,10 @@ def shard_by_layer(accelerator: Any, model: nn.Module) -> None:
         # one that stays: when training starts, Trainer puts PEFT's in its place, and has no option not to
         stays = {"auto_wrap_policy": property(lambda self: policy, lambda self, other: None)}
         plugin.__class__ = type(type(plugin).__name__, (type(plugin),), stays)
+
+
+class _LeftOut(nn.ParameterList):
+    """What `left_out_of_units` gave, as accelerate takes it."""
 
 
 def _check_dtypes(model: nn.Module, units: list[nn.Module]) -> None:

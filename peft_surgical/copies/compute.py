@@ -77,12 +77,18 @@ def direct_output(base: Any, copies: Any, x: Tensor, kept: KeptTwin) -> Any:
             tensor = own[name]
         else:
             dtype = (own["weight"] if own[name] is None else own[name]).dtype
-            if tensor.dtype is not dtype:
+            if tensor.dtype is not dtype and not (compute is _linear and _is_in_autocast(tensor, x)):
                 if not torch.is_grad_enabled():
                     return None  # the other path keeps the cast copy
                 tensor = tensor.to(dtype)
         tensors.append(tensor)
     return compute(base, x, *tensors)
+
+
+def _is_in_autocast(tensor: Tensor, x: Tensor) -> bool:
+    """Whether autocast lets a linear module compute in the tensor's dtype, in which FSDP2 may have gathered a copy."""
+    device = x.device.type
+    return torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) is tensor.dtype
 
 
 def twin(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> nn.Module:

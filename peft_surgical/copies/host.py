@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 from typing_extensions import Self
 
 from peft_surgical.distributed import engine_of, world_size
@@ -51,13 +52,14 @@ class HostedBase(nn.Module):
         """Whether tensors of the base lie in host memory."""
         return bool(self._away)
 
-    def send_base_away(self, names: Iterable[str]) -> None:
-        """Put these of the base's tensors into host memory, until something needs them."""
+    def send_base_away(self, names: Iterable[str], home: torch.device | None = None) -> None:
+        """Put these of the base's tensors into host memory, until something needs them; they return to `home`."""
         for name in names:
             base = self.base_tensor(name)
-            if base.device.type not in _HOSTS:
-                self._away[name] = base.device
-                base.data = to_host(base.data)
+            is_there = base.device.type in _HOSTS
+            if home is not None or not is_there:
+                self._away[name] = home or base.device
+                base.data = base.data if is_there else to_host(base.data)
 
     def bring_base_back(self) -> None:
         """Undo `send_base_away`."""
@@ -92,21 +94,14 @@ class BaseOnHost:
     """
 
     def __init__(self, model: nn.Module, base_copies: str):
-        self._modules: list[tuple[HostedBase, list[str]]] = []
         self._is_auto = base_copies == "auto"
         self._is_first = True
         # nn.DataParallel, for several devices of one process, wants all parameters on one of them
         is_data_parallel = world_size() == 1 and torch.cuda.device_count() > 1
-        if base_copies == "device" or engine_of(model) or (is_data_parallel and self._is_auto):
-            return
-        places = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
-        places[id(next(model.parameters(), None))] += 1  # code asks the first for the model's device
-        for module in model.modules():
-            if isinstance(module, HostedBase):
-                tensors = {name: module.base_tensor(name) for name in module.copied_names()}
-                large = [name for name, t in tensors.items() if t.dim() > 1 and places[id(t)] == 1]
-                if large:
-                    self._modules.append((module, large))
+        stays = base_copies == "device" or engine_of(model) not in (None, "FSDP2")
+        self.copied = [] if stays or (is_data_parallel and self._is_auto) else list(_copied_alone(model))
+        large = [(m, [n for n in names if m.base_tensor(n).dim() > 1]) for m, names in self.copied]
+        self._modules = [(module, names) for module, names in large if names]
 
     @classmethod
     def of(cls, tuner: Any) -> Self:
@@ -132,8 +127,42 @@ class BaseOnHost:
         if not self._modules:
             return
         first, names = self._modules[0]
+        self._is_first &= not first.is_base_away
         is_needed = self._is_auto and first.was_base_used and not self._is_first
         if not (is_needed or first.is_base_away or first.base_tensor(names[0]).device.type in _HOSTS):
             self._is_first = False
             for module, names in self._modules:
                 module.send_base_away(names)
+
+
+def leave_base_out(tuner: Any, home: torch.device, dtype: torch.dtype | None) -> set[nn.Parameter]:
+    """Put into host memory what FSDP2 is not to shard and gather along with a tuner's copies: the parameters.
+
+    Args:
+        tuner: A `DeltaTuner`.
+        home: Where they belong when something needs them.
+        dtype: FSDP2's `param_dtype`. Under autocast a linear module computes in it by itself, another one only with
+            parameters that FSDP2 holds.
+    """
+    left_out = set()
+    for module, names in BaseOnHost.of(tuner).copied:
+        is_linear = type(module.base_layer) in (nn.Linear, Conv1D)
+        for name in names:
+            base = module.base_tensor(name)
+            if isinstance(base, nn.Parameter) and (dtype in (None, base.dtype) or (is_linear and base.dim() > 1)):
+                module.send_base_away([name], home)
+                left_out.add(base)
+    return left_out
+
+
+def _copied_alone(model: nn.Module) -> Iterator[tuple[HostedBase, list[str]]]:
+    """The modules with the base's tensors that an adapter has copies of, each used there alone and whole."""
+    places = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
+    places[id(next(model.parameters(), None))] += 1  # code asks the first for the model's device
+    for module in model.modules():
+        if isinstance(module, HostedBase):
+            tensors = {name: module.base_tensor(name) for name in module.copied_names()}
+            # what FSDP2 shards stays where it is
+            names = [n for n, t in tensors.items() if places[id(t)] == 1 and not hasattr(t, "device_mesh")]
+            if names:
+                yield module, names

@@ -142,6 +142,8 @@ class Worker:
         loaded = PeftModel.from_pretrained(make_base(case.family), self.folder / case.name, is_trainable=True)
         again, _ = self.prepare(loaded)
         outputs = {"logits": logits(model, case.family), "logits after loading": logits(again, case.family)}
+        with adapter.disable_adapter():
+            outputs["logits of the base"] = logits(model, case.family)
         if self.rank == 0:
             torch.save({"weights": whole, **outputs}, self.folder / f"{case.name}.pt")
         return facts
