@@ -40,8 +40,7 @@ class TunedModule(HostedBase, BaseTunerLayer):
 
     adapter_layer_names: tuple[str, ...] = (SURGICAL,)
     other_param_names: tuple[str, ...] = ()
-    is_in_place = False
-    """Whether the tuned module holds this one as a child, instead of being wrapped."""
+    is_in_place = False  # whether the tuned module holds this one as a child, instead of being wrapped
     base_layer: nn.Module
 
     def __init__(self, base_layer: nn.Module, adapter_name: str, names: Sequence[str], **options: Any):
@@ -231,7 +230,9 @@ class TunedModule(HostedBase, BaseTunerLayer):
             alone = ("__", "_hf_", "_old_", "_z3_", "ds_")
             if name == "base_layer" or "_modules" not in self.__dict__ or name.startswith(alone):
                 raise
-        return getattr(self.module_in_use(), name)
+        base = self.base_layer
+        may_differ = hasattr(type(base), name) or name in {*base._modules, *self.names_of(self.tuned)}
+        return getattr(self.module_in_use() if may_differ else base, name)  # many ask every module for their own marks
 
     # ---- merging
 
@@ -291,8 +292,7 @@ class TunedModule(HostedBase, BaseTunerLayer):
             return
         copies = self.tuned[adapter_name]
         for name in copies.names:
-            target = device or self.base_tensor(name).device
-            tensor = copies[name]
+            target, tensor = device or self.base_tensor(name).device, copies[name]
             if tensor.device.type != "meta" and tensor.device != target:
                 tensor.data = tensor.data.to(target)
 
