@@ -170,19 +170,20 @@ def whole_tensor(tensor: Tensor) -> AbstractContextManager[None]:
     return gather_params_ctx(cast(nn.Parameter, tensor), None) if is_sharded else nullcontext()
 
 
-def left_out_of_units(model: Any, device: torch.device, dtype: torch.dtype | None = None) -> set[nn.Parameter]:
-    """The base's own parameters that the one adapter of a model has copies of, for `fully_shard(ignored_params=...)`.
+def leave_base_out_of_units(model: Any, device: torch.device, dtype: torch.dtype | None = None) -> None:
+    """Keep from FSDP2 the base's own parameters that the one adapter of a model has copies of.
 
-    They are put into host memory, whole in each process, and come to the device when something needs them. FSDP2 would
-    gather them with the copies of their layer at every step, which needs none of them.
+    In its units they would be gathered with the copies at every step, which needs none of them. So they lie in host
+    memory, whole in each process, until something needs them. `base_copies="device"` leaves them in.
 
     Args:
         model: The model, before FSDP2 takes it over.
         device: Where it is going to compute.
-        dtype: FSDP2's `MixedPrecisionPolicy.param_dtype`.
+        dtype: FSDP2's `MixedPrecisionPolicy.param_dtype`, for which there must be autocast too, as in accelerate.
     """
     leave_out = getattr(getattr(model, "base_model", None), "leave_base_out", None)
-    return leave_out(device, dtype) if leave_out else set()
+    if leave_out is not None:
+        leave_out(device, dtype)
 
 
 def shard_by_layer(accelerator: Any, model: nn.Module) -> None:
@@ -216,11 +217,8 @@ def shard_by_layer(accelerator: Any, model: nn.Module) -> None:
     # not weights that one process loads for all, and those that are sharded on the host cost the device nothing
     is_offloaded = type(plugin.cpu_offload).__name__ == "CPUOffloadPolicy"
     if version == 2 and not (plugin.cpu_ram_efficient_loading or is_offloaded):
-        given = plugin.ignored_modules
-        if not isinstance(given, str):
-            dtype = getattr(plugin.mixed_precision_policy, "param_dtype", None)
-            left_out = _LeftOut(left_out_of_units(model, accelerator.device, dtype))
-            plugin.ignored_modules = [*(m for m in given or () if type(m) is not _LeftOut), left_out]
+        dtype = getattr(plugin.mixed_precision_policy, "param_dtype", None)
+        leave_base_out_of_units(model, accelerator.device, dtype)
     if version == 1:
         _check_saved_whole(model)
         from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy  # slow, and not in every build of PyTorch
@@ -237,10 +235,6 @@ def shard_by_layer(accelerator: Any, model: nn.Module) -> None:
         # one that stays: when training starts, Trainer puts PEFT's in its place, and has no option not to
         stays = {"auto_wrap_policy": property(lambda self: policy, lambda self, other: None)}
         plugin.__class__ = type(type(plugin).__name__, (type(plugin),), stays)
-
-
-class _LeftOut(nn.ParameterList):
-    """What `left_out_of_units` gave, as accelerate takes it."""
 
 
 def _check_dtypes(model: nn.Module, units: list[nn.Module]) -> None:

@@ -37,7 +37,7 @@ from benchmarks.common.device import parse_options, result_file
 from benchmarks.common.table_format import table as make_table
 from benchmarks.distributed.models import adapt, build
 from benchmarks.distributed.tables import MODELS
-from peft_surgical.distributed import left_out_of_units
+from peft_surgical.distributed import leave_base_out_of_units
 from peft_surgical.layers import choose_stack
 
 
@@ -68,7 +68,7 @@ def shard(model: nn.Module, engine: str, device: torch.device) -> nn.Module:
     if engine == "ddp":
         return nn.parallel.DistributedDataParallel(model, device_ids=[device] if device.type == "cuda" else None)
     options: Any = {"mesh": init_device_mesh(device.type, (dist.get_world_size(),))}
-    options["ignored_params"] = left_out_of_units(model, device)
+    leave_base_out_of_units(model, device)
     for layer in choose_stack(model).layers:
         fully_shard(layer.module, **options)
     return fully_shard(model, **options)

@@ -68,7 +68,7 @@ def direct_output(base: Any, copies: Any, x: Tensor, kept: KeptTwin) -> Any:
     if has_hooks(base):
         return None
     own = base._parameters
-    if own.get("weight") is None:  # FSDP1 takes parameters out of the tables
+    if own.get("weight") is None and copies._parameters.get("weight") is None:  # FSDP1 takes them out of the tables
         return None
     tensors = []
     for name in ("weight", "bias"):
@@ -76,7 +76,10 @@ def direct_output(base: Any, copies: Any, x: Tensor, kept: KeptTwin) -> Any:
         if tensor is None:
             tensor = own[name]
         else:
-            dtype = (own["weight"] if own[name] is None else own[name]).dtype
+            like = own.get(name)
+            if like is None:  # left out of the tables, or a bias that a linear module lacks
+                like = getattr(base, name) if getattr(base, name) is not None else base.weight
+            dtype = like.dtype
             if tensor.dtype is not dtype and not (compute is _linear and _is_in_autocast(tensor, x)):
                 if not torch.is_grad_enabled():
                     return None  # the other path keeps the cast copy
@@ -126,9 +129,10 @@ class KeptTwin:
 
     def get(self, module: Any, copies: Any) -> nn.Module | None:
         """The twin with these copies; None for a module of another kind, or if they have another dtype than it."""
-        own, tensors = {**module._parameters, **module._buffers}, {**copies._parameters, **copies._buffers}
+        own = {**module.__dict__, **module._parameters, **module._buffers}
+        tensors = {**copies._parameters, **copies._buffers}
         dtypes = [tensor.dtype for tensor in tensors.values() if tensor is not None]
-        made_of = [*module.__dict__.values(), *own.values(), *tensors.values(), *dtypes]
+        made_of = [*own.values(), *tensors.values(), *dtypes]
         before, kept = self._kept
         if kept is not None and len(before) == len(made_of) and all(map(operator.is_, before, made_of)):
             return kept

@@ -32,6 +32,7 @@ class HostedBase(nn.Module):
         super().__init__()
         self.was_base_used = False  # since it was set so
         self._away: dict[str, torch.device] = {}  # by name of a tensor in host memory: where it belongs
+        self.left_out: list[str] = []  # of the base's parameters, which are plain attributes then
 
     @abstractmethod
     def base_tensor(self, name: str) -> torch.Tensor:
@@ -61,6 +62,16 @@ class HostedBase(nn.Module):
                 self._away[name] = home or base.device
                 base.data = base.data if is_there else to_host(base.data)
 
+    def leave_out(self, names: Iterable[str], home: torch.device) -> None:
+        """Put these of the base's parameters into host memory, as plain attributes, which no engine takes over."""
+        for name in names:
+            path, _, attribute = name.rpartition(".")
+            owner = self.base_layer.get_submodule(path)
+            if attribute in owner._parameters:
+                owner.__dict__[attribute] = owner._parameters.pop(attribute)
+                self.left_out.append(name)
+                self.send_base_away([name], home)
+
     def bring_base_back(self) -> None:
         """Undo `send_base_away`."""
         for name, device in list(self._away.items()):
@@ -70,6 +81,9 @@ class HostedBase(nn.Module):
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         self.bring_base_back()  # `fn` may move the model elsewhere
+        for name in self.left_out:
+            base = self.base_tensor(name)
+            base.data = fn(base.data)
         return super()._apply(fn, recurse)
 
 
@@ -135,24 +149,14 @@ class BaseOnHost:
                 module.send_base_away(names)
 
 
-def leave_base_out(tuner: Any, home: torch.device, dtype: torch.dtype | None) -> set[nn.Parameter]:
-    """Put into host memory what FSDP2 is not to shard and gather along with a tuner's copies: the parameters.
-
-    Args:
-        tuner: A `DeltaTuner`.
-        home: Where they belong when something needs them.
-        dtype: FSDP2's `param_dtype`. Under autocast a linear module computes in it by itself, another one only with
-            parameters that FSDP2 holds.
-    """
-    left_out = set()
+def leave_base_out(tuner: Any, home: torch.device, dtype: torch.dtype | None) -> None:
+    """See `leave_base_out_of_units`."""
     for module, names in BaseOnHost.of(tuner).copied:
-        is_linear = type(module.base_layer) in (nn.Linear, Conv1D)
-        for name in names:
-            base = module.base_tensor(name)
-            if isinstance(base, nn.Parameter) and (dtype in (None, base.dtype) or (is_linear and base.dim() > 1)):
-                module.send_base_away([name], home)
-                left_out.add(base)
-    return left_out
+        tensors = {name: module.base_tensor(name) for name in names}
+        if dtype is not None:  # a linear module computes in it by autocast, another one if FSDP2 casts its parameters
+            is_linear = type(module.base_layer) in (nn.Linear, Conv1D)
+            tensors = {n: t for n, t in tensors.items() if t.dtype == dtype or (is_linear and t.dim() > 1)}
+        module.leave_out(tensors, home)
 
 
 def _copied_alone(model: nn.Module) -> Iterator[tuple[HostedBase, list[str]]]:
@@ -162,7 +166,6 @@ def _copied_alone(model: nn.Module) -> Iterator[tuple[HostedBase, list[str]]]:
     for module in model.modules():
         if isinstance(module, HostedBase):
             tensors = {name: module.base_tensor(name) for name in module.copied_names()}
-            # what FSDP2 shards stays where it is
-            names = [n for n, t in tensors.items() if places[id(t)] == 1 and not hasattr(t, "device_mesh")]
-            if names:
+            alone = [n for n, t in tensors.items() if n in module.left_out or places[id(t)] == 1]
+            if names := [n for n in alone if not hasattr(tensors[n], "device_mesh")]:  # what FSDP2 shards stays
                 yield module, names

@@ -50,7 +50,7 @@ class DeltaTuner(SavedState, BaseTuner):
     _autocast: Mapping[str, bool] = {}  # by adapter: whether it is in float32 on a base in half precision
     _is_trained_set_checked = False
     _base_on_host: BaseOnHost | None = None
-    leave_base_out = leave_base_out  # for `left_out_of_units`
+    leave_base_out = leave_base_out  # for `leave_base_out_of_units`
     resting: Sequence[nn.Parameter] = ()  # what `RotateLayers` does not train now; nothing else makes it trainable
     _flags: list[tuple[nn.Parameter, bool]] | None = None  # which were trainable, while adapters are disabled
 

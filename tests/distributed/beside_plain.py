@@ -20,7 +20,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from distributed.cases import digest
 from peft_surgical import SurgicalConfig
-from peft_surgical.distributed import left_out_of_units
+from peft_surgical.distributed import leave_base_out_of_units
 from peft_surgical.layers import choose_stack
 
 
@@ -34,8 +34,10 @@ class Trainee:
 
     def __init__(self, model: nn.Module, family: str, dtype: torch.dtype | None):
         self.model, self.family, self.dtype = model.train(), family, dtype
-        self.left_out = left_out_of_units(model, torch.device("cpu"), dtype)
-        options = {"ignored_params": self.left_out, "mp_policy": MixedPrecisionPolicy(param_dtype=dtype)}
+        parameters = len(list(model.parameters()))
+        leave_base_out_of_units(model, torch.device("cpu"), dtype)
+        self.left_out = parameters - len(list(model.parameters()))
+        options = {"mp_policy": MixedPrecisionPolicy(param_dtype=dtype)}
         for layer in choose_stack(model).layers:
             fully_shard(layer.module, **options)
         fully_shard(model, **options)
@@ -75,7 +77,7 @@ def compare(family: str, dtype: torch.dtype | None) -> dict[str, object]:
     for index in LAYERS:
         choose_stack(plain).layers[index].module.requires_grad_(True)
     other = Trainee(plain, family, dtype)
-    facts = {"left out": len(ours.left_out), "trained before": ours.trained()}
+    facts = {"left out": ours.left_out, "trained before": ours.trained()}
     facts |= {"trained": ours.train(range(3)), "trained by plain freezing": other.train(range(3))}
     facts |= {"logits": ours.logits(), "logits by plain freezing": other.logits()}
     with ours.model.disable_adapter():

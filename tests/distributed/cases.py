@@ -49,13 +49,14 @@ CHECKPOINTED = [
     Case("surgical-checkpointed", "SURGICAL", checkpointing=True),
     Case("stratified-checkpointed", "STRATIFIED", checkpointing=True),
 ]
-RESUMED = [*METHODS, Case("encoded", "SURGICAL", encoding="lossless")]
+COLUMNS = Case("columns", "COLUMNS")
+RESUMED = [*METHODS, Case("encoded", "SURGICAL", encoding="lossless"), COLUMNS]
 CASES = [
     *METHODS,
     *CHECKPOINTED,
     Case("owners", "SURGICAL", family="beit", encoding="lossless"),  # layers that own parameters themselves
     Case("neighbours", "STRATIFIED", neighbour=True),
-    Case("columns", "COLUMNS"),
+    COLUMNS,
 ]
 
 
