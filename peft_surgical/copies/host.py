@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers.pytorch_utils import Conv1D
 from typing_extensions import Self
 
+from peft_surgical.copies.compute import DIRECT
 from peft_surgical.distributed import engine_of, world_size
 
 
@@ -152,10 +152,11 @@ class BaseOnHost:
 def leave_base_out(tuner: Any, home: torch.device, dtype: torch.dtype | None) -> None:
     """See `leave_base_out_of_units`."""
     for module, names in BaseOnHost.of(tuner).copied:
-        tensors = {name: module.base_tensor(name) for name in names}
-        if dtype is not None:  # a linear module computes in it by autocast, another one if FSDP2 casts its parameters
-            is_linear = type(module.base_layer) in (nn.Linear, Conv1D)
-            tensors = {n: t for n, t in tensors.items() if t.dtype == dtype or (is_linear and t.dim() > 1)}
+        kind, tensors = type(module.base_layer), {name: module.base_tensor(name) for name in names}
+        if kind not in DIRECT or "forward" in module.base_layer.__dict__:  # functional_call would register it again
+            continue
+        if dtype is not None:  # a linear module computes in it by autocast, a norm only if FSDP2 casts its parameters
+            tensors = {n: t for n, t in tensors.items() if t.dtype == dtype or t.dim() > 1}
         module.leave_out(tensors, home)
 
 

@@ -161,7 +161,7 @@ class TunedModule(HostedBase, BaseTunerLayer):
         if not present:
             return self.base_in_use()
         tensors = self.tensors_of(present)
-        if self._needs_functional_call():
+        if self._needs_functional_call() and not self.left_out:
             return FunctionalModule(self.base_layer, tensors)
         return twin(self.base_layer, tensors)
 
