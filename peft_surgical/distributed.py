@@ -120,6 +120,15 @@ def check_not_prepared(model: nn.Module, action: str, *, but_for: str | None = N
         )
 
 
+def check_whole(module: nn.Module, action: str) -> None:
+    """Check that a module's parameters are not shards, which FSDP2 or ZeRO-3 makes of them, before an action."""
+    if any(hasattr(parameter, "device_mesh") or hasattr(parameter, "ds_id") for parameter in module.parameters()):
+        raise ValueError(
+            f"The model's weights are sharded, and {action} needs whole ones. Save the adapter, and do it in a "
+            "process of its own that loads it."
+        )
+
+
 def ddp_around(model: nn.Module) -> list[DistributedDataParallel]:
     """The wrappers of DDP around a model, also those of trainings before; nothing else shows them to those inside."""
     if world_size() == 1:

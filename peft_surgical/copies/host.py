@@ -16,7 +16,7 @@ from torch import nn
 from typing_extensions import Self
 
 from peft_surgical.copies.compute import DIRECT
-from peft_surgical.distributed import engine_of, world_size
+from peft_surgical.distributed import ddp_around, engine_of, world_size
 
 
 BASE_COPIES = ("auto", "host", "device")
@@ -57,7 +57,7 @@ class HostedBase(nn.Module):
         """Put these of the base's tensors into host memory, until something needs them; they return to `home`."""
         for name in names:
             base = self.base_tensor(name)
-            is_there = base.device.type in _HOSTS
+            is_there = name in self._away or base.device.type in _HOSTS
             if home is not None or not is_there:
                 self._away[name] = home or base.device
                 base.data = base.data if is_there else to_host(base.data)
@@ -65,12 +65,22 @@ class HostedBase(nn.Module):
     def leave_out(self, names: Iterable[str], home: torch.device) -> None:
         """Put these of the base's parameters into host memory, as plain attributes, which no engine takes over."""
         for name in names:
-            path, _, attribute = name.rpartition(".")
-            owner = self.base_layer.get_submodule(path)
+            owner, attribute = self._place_of(name)
             if attribute in owner._parameters:
                 owner.__dict__[attribute] = owner._parameters.pop(attribute)
                 self.left_out.append(name)
                 self.send_base_away([name], home)
+
+    def take_in(self) -> None:
+        """Undo `leave_out` and `send_base_away`."""
+        self.bring_base_back()
+        while self.left_out:
+            owner, attribute = self._place_of(self.left_out.pop())
+            owner._parameters[attribute] = owner.__dict__.pop(attribute)
+
+    def _place_of(self, name: str) -> tuple[nn.Module, str]:
+        path, _, attribute = name.rpartition(".")
+        return self.base_layer.get_submodule(path), attribute
 
     def bring_base_back(self) -> None:
         """Undo `send_base_away`."""
@@ -125,28 +135,32 @@ class BaseOnHost:
             tuner._base_on_host = cls(tuner.model, wanted[0] if len(wanted) == 1 else "device")
         return tuner._base_on_host
 
-    def on_train_mode(self) -> None:
+    def on_train_mode(self, model: nn.Module) -> None:
         """To be called when the model is put into training mode; a compiled one does not say when it computes."""
-        if world_size() == 1:  # DDP, which may be put around the model next, takes parameters of one kind of device
-            self.send_away()
+        # DDP, which may be put around the model next, takes parameters of one kind of device
+        if self._is_due() and (world_size() == 1 or ddp_around(model)):
+            self._send_away()
 
     def before_forward(self) -> None:
         """To be called before each forward pass in training."""
-        if self._modules:
-            self.send_away()
-            self._modules[0][0].was_base_used = False
+        if self._is_due():
+            self._send_away()
+        for module, _ in self._modules[:1]:
+            module.was_base_used = False
 
-    def send_away(self) -> None:
-        """Do it, if it is not done and, with `"auto"`, nothing has used the base since the last forward pass."""
+    def _is_due(self) -> bool:
+        """Whether the base is here and, with `"auto"`, nothing has used it since the last forward pass."""
         if not self._modules:
-            return
+            return False
         first, names = self._modules[0]
         self._is_first &= not first.is_base_away
         is_needed = self._is_auto and first.was_base_used and not self._is_first
-        if not (is_needed or first.is_base_away or first.base_tensor(names[0]).device.type in _HOSTS):
-            self._is_first = False
-            for module, names in self._modules:
-                module.send_base_away(names)
+        return not (is_needed or first.is_base_away or first.base_tensor(names[0]).device.type in _HOSTS)
+
+    def _send_away(self) -> None:
+        self._is_first = False
+        for module, names in self._modules:
+            module.send_base_away(names)
 
 
 def leave_base_out(tuner: Any, home: torch.device, dtype: torch.dtype | None) -> None:

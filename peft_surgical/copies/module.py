@@ -19,6 +19,7 @@ from peft_surgical.copies.columns import ColumnTensors, column_output
 from peft_surgical.copies.compute import FunctionalModule, KeptTwin, direct_output, run_by_rows, twin
 from peft_surgical.copies.host import HostedBase
 from peft_surgical.copies.tensors import KeptTensors, TunedNormTensors, TunedTensors
+from peft_surgical.distributed import check_whole
 from peft_surgical.names import SURGICAL, CopyName, base_path
 
 
@@ -47,8 +48,7 @@ class TunedModule(HostedBase, BaseTunerLayer):
         super().__init__()
         self._set_base_layer(base_layer)
         setattr(self, self.adapter_layer_names[0], nn.ModuleDict())
-        self._active_adapter = [adapter_name]
-        self._disable_adapters = False
+        self._active_adapter, self._disable_adapters = [adapter_name], False
         self.merged_adapters: list[str] = []
         self._originals: dict[str, torch.Tensor] = {}  # the base's own values while an adapter is merged
         self.untied: dict[str, nn.Parameter] = {}  # the base's parameters that others use too: no merge changes them
@@ -244,6 +244,7 @@ class TunedModule(HostedBase, BaseTunerLayer):
         names = [name for name in check_adapters_to_merge(self, adapter_names) if name in self.tuned]
         if not names:
             return
+        check_whole(self.tuned[names[0]], "merging")
         self.bring_base_back()
         with torch.no_grad():
             merged = self.tensors_of([*self.merged_adapters, *names])
@@ -281,8 +282,7 @@ class TunedModule(HostedBase, BaseTunerLayer):
             base: Any = self.base_tensor(name)
             base.data = value
             base.__dict__.pop("_original", None)
-        self._originals = {}
-        self.merged_adapters = []
+        self._originals, self.merged_adapters = {}, []
 
     # ---- loading
 

@@ -237,7 +237,7 @@ class DeltaTuner(SavedState, BaseTuner):
         """As in `nn.Module`, except that running statistics of frozen modules do not move in training."""
         super().train(mode)
         if mode:
-            BaseOnHost.of(self).on_train_mode()
+            BaseOnHost.of(self).on_train_mode(self.model)
             for module in frozen_statistics(self.model):
                 module.eval()
         return self

@@ -82,6 +82,10 @@ def compare(family: str, dtype: torch.dtype | None) -> dict[str, object]:
     facts |= {"logits": ours.logits(), "logits by plain freezing": other.logits()}
     with ours.model.disable_adapter():
         facts |= {"logits of the base": ours.logits(), "logits of the plain base": untouched.logits()}
+    try:
+        ours.model.merge_adapter()
+    except ValueError as error:
+        facts["merging"] = str(error)
     facts |= {"after the base was used": ours.train(range(3, 5)), "after, by plain freezing": other.train(range(3, 5))}
     return facts
 

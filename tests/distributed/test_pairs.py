@@ -58,3 +58,4 @@ def test_under_fsdp2_an_adapter_takes_the_steps_of_plain_freezing_and_the_base_s
     assert facts["logits of the base"] == facts["logits of the plain base"] != facts["logits"]
     assert facts["logits"] == facts["logits by plain freezing"]
     assert facts["after the base was used"] == facts["after, by plain freezing"] != facts["trained"]
+    assert "merging needs whole ones" in facts["merging"]
