@@ -74,7 +74,7 @@ def direct_output(base: Any, copies: Any, x: Tensor, kept: KeptTwin) -> Any:
     for name in ("weight", "bias"):
         tensor = copies._parameters.get(name)
         if tensor is None:
-            tensor = own[name]
+            tensor = own[name] if name in own else getattr(base, name)
         else:
             like = own.get(name)
             if like is None:  # left out of the tables, or a bias that a linear module lacks

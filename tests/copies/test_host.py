@@ -192,7 +192,7 @@ def test_a_model_that_ddp_is_yet_to_wrap_stays_on_one_device(monkeypatch):
     assert away(model), "it leaves without a forward pass, of which a compiled model would not tell"
 
 
-def test_a_model_of_several_processes_that_ddp_does_not_wrap_needs_no_more_than_its_first_step(monkeypatch):
+def test_the_first_step_of_one_of_several_processes_sends_it_away(monkeypatch):
     _, model = tuned(steps=0)
     monkeypatch.setattr(host, "world_size", lambda: 2)
     step(model)
