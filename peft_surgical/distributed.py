@@ -200,7 +200,7 @@ def shard_by_layer(accelerator: Any, model: nn.Module) -> None:
 
     Left to themselves, FSDP2 fails on families whose own list of units has the embeddings too, and under Trainer FSDP1
     makes a unit of a trained head, which then fails to be saved. With other engines this does nothing. Call it before
-    training.
+    training. Under FSDP2 the base's own values of what is tuned stay out of the units (`leave_base_out_of_units`).
 
     Args:
         accelerator: accelerate's `Accelerator`; of a `Trainer`, `trainer.accelerator`.
