@@ -9,11 +9,12 @@ from forks import run_forked
 
 from benchmarks.distributed.pairs import table
 from distributed.beside_plain import CASES
-from distributed.launch import torchrun
+from distributed.launch import skip_if_missing, torchrun
 
 
 @pytest.fixture(scope="module")
 def record(tmp_path_factory):
+    skip_if_missing("fsdp2")
     folder = tmp_path_factory.mktemp("pairs")
     options = ["--models", "llama-tiny", "--length", "8", "--batches", "2", "--pairs", "1", "--traffic"]
     command = ["--nproc_per_node=2", "--standalone", "-m", "benchmarks.distributed.pairs", *options]
@@ -42,6 +43,7 @@ def test_the_table_has_a_line_for_each_row(record):
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
+    skip_if_missing("fsdp2")
     folder = tmp_path_factory.mktemp("beside_plain")
     finished = run_forked(
         torchrun, ["--nproc_per_node=2", "--standalone", "-m", "distributed.beside_plain", str(folder)]
