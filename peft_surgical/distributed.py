@@ -120,6 +120,15 @@ def check_not_prepared(model: nn.Module, action: str, *, but_for: str | None = N
         )
 
 
+def check_whole(module: nn.Module, action: str) -> None:
+    """Check that a module's parameters are not shards, which FSDP2 or ZeRO-3 makes of them, before an action."""
+    if any(hasattr(parameter, "device_mesh") or hasattr(parameter, "ds_id") for parameter in module.parameters()):
+        raise ValueError(
+            f"The model's weights are sharded, and {action} needs whole ones. Save the adapter, and do it in a "
+            "process of its own that loads it."
+        )
+
+
 def ddp_around(model: nn.Module) -> list[DistributedDataParallel]:
     """The wrappers of DDP around a model, also those of trainings before; nothing else shows them to those inside."""
     if world_size() == 1:
@@ -170,12 +179,28 @@ def whole_tensor(tensor: Tensor) -> AbstractContextManager[None]:
     return gather_params_ctx(cast(nn.Parameter, tensor), None) if is_sharded else nullcontext()
 
 
+def leave_base_out_of_units(model: Any, device: torch.device, dtype: torch.dtype | None = None) -> None:
+    """Keep from FSDP2 the base's own parameters that the one adapter of a model has copies of.
+
+    In its units they would be gathered with the copies at every step, which needs none of them. So they lie in host
+    memory, whole in each process, until something needs them. `base_copies="device"` leaves them in.
+
+    Args:
+        model: The model, before FSDP2 takes it over.
+        device: Where it is going to compute.
+        dtype: FSDP2's `MixedPrecisionPolicy.param_dtype`, for which there must be autocast too, as in accelerate.
+    """
+    leave_out = getattr(getattr(model, "base_model", None), "leave_base_out", None)
+    if leave_out is not None:
+        leave_out(device, dtype)
+
+
 def shard_by_layer(accelerator: Any, model: nn.Module) -> None:
     """Let FSDP make a unit of each transformer layer, or of the classes that the launch names.
 
     Left to themselves, FSDP2 fails on families whose own list of units has the embeddings too, and under Trainer FSDP1
     makes a unit of a trained head, which then fails to be saved. With other engines this does nothing. Call it before
-    training.
+    training. Under FSDP2 the base's own values of what is tuned stay out of the units (`leave_base_out_of_units`).
 
     Args:
         accelerator: accelerate's `Accelerator`; of a `Trainer`, `trainer.accelerator`.
@@ -193,11 +218,17 @@ def shard_by_layer(accelerator: Any, model: nn.Module) -> None:
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
     if plugin is None:
         return
+    version = getattr(plugin, "fsdp_version", 1)
     if not plugin.transformer_cls_names_to_wrap or hasattr(plugin, "_names_are_of_layers"):
         layers = [layer.module for stack in find_stacks(model).values() for layer in stack.layers]
         plugin.transformer_cls_names_to_wrap = list(dict.fromkeys(type(layer).__name__ for layer in layers))
         plugin._names_are_of_layers = True  # of this model, not of the next one
-    if getattr(plugin, "fsdp_version", 1) == 1:
+    # not weights that one process loads for all, and those that are sharded on the host cost the device nothing
+    is_offloaded = type(plugin.cpu_offload).__name__ == "CPUOffloadPolicy"
+    if version == 2 and not (plugin.cpu_ram_efficient_loading or is_offloaded):
+        dtype = getattr(plugin.mixed_precision_policy, "param_dtype", None)
+        leave_base_out_of_units(model, accelerator.device, dtype)
+    if version == 1:
         _check_saved_whole(model)
         from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy  # slow, and not in every build of PyTorch
 

@@ -8,8 +8,8 @@ from torch import nn
 from peft_surgical.layers import choose_stack
 
 
-def build(name: str, device: torch.device) -> nn.Module:
-    """A model with random weights, made on the device; the same on every process."""
+def build(name: str, device: torch.device, dtype: torch.dtype | None = None) -> nn.Module:
+    """A model with random weights, made on the device; the same on every process. Llamas are bfloat16 if not told."""
     from transformers import BertConfig, BertForSequenceClassification, LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -23,6 +23,7 @@ def build(name: str, device: torch.device) -> nn.Module:
         },
     }
     llama = {
+        "llama-tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 6, "num_attention_heads": 2},
         "llama-1b": {
             "hidden_size": 2048,
             "intermediate_size": 8192,
@@ -38,8 +39,8 @@ def build(name: str, device: torch.device) -> nn.Module:
     }
     with device:
         if name in bert:
-            return BertForSequenceClassification(BertConfig(**bert[name], num_labels=2)).to(device)
-        torch.set_default_dtype(torch.bfloat16)
+            return BertForSequenceClassification(BertConfig(**bert[name], num_labels=2)).to(device, dtype)
+        torch.set_default_dtype(dtype or torch.bfloat16)
         model = LlamaForCausalLM(LlamaConfig(**llama[name], vocab_size=32000))
         torch.set_default_dtype(torch.float32)
     return model.to(device)
@@ -58,7 +59,7 @@ def adapt(model: nn.Module, name: str, method: str) -> nn.Module:
     torch.manual_seed(1)
     if method == "full":
         return model
-    if method in ("surgical 5", "plain 5"):  # five layers over the whole depth; plain: frozen by requires_grad alone
+    if method.endswith(" 5"):  # five layers over the whole depth; plain: frozen by requires_grad alone
         depth = len(choose_stack(model))
         layers = [round(i * (depth - 1) / 4) for i in range(5)]
         if method == "plain 5":
@@ -68,6 +69,10 @@ def adapt(model: nn.Module, name: str, method: str) -> nn.Module:
             if task == "SEQ_CLS":
                 model.classifier.requires_grad_(True)
             return model
+        if method == "columns 5":  # 16 of each linear map's
+            others = [layer for layer in range(depth) if layer not in layers]
+            strata = [{"layers": others, "tune": "frozen"}, {"layers": layers, "tune": "columns"}]
+            return get_peft_model(model, StratifiedConfig(task_type=task, strata=strata), **same_dtype)
         return get_peft_model(model, SurgicalConfig(task_type=task, layers=layers), **same_dtype)
     if method == "SPAFIT-4-9-II":
         if task == "SEQ_CLS":

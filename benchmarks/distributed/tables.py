@@ -7,7 +7,7 @@ from itertools import groupby
 
 
 METHODS = ("surgical 5", "plain 5", "SPAFIT-4-9-II", "LoRA-II r=64", "full")
-MODELS = ("bert-tiny", "bert-large", "llama-1b", "llama-7b")
+MODELS = ("bert-tiny", "llama-tiny", "bert-large", "llama-1b", "llama-7b")
 
 
 def table(rows: list[dict]) -> str:

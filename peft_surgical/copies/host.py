@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 from typing_extensions import Self
 
-from peft_surgical.distributed import engine_of, world_size
+from peft_surgical.copies.compute import DIRECT
+from peft_surgical.distributed import ddp_around, engine_of, world_size
 
 
 BASE_COPIES = ("auto", "host", "device")
@@ -31,6 +32,7 @@ class HostedBase(nn.Module):
         super().__init__()
         self.was_base_used = False  # since it was set so
         self._away: dict[str, torch.device] = {}  # by name of a tensor in host memory: where it belongs
+        self.left_out: list[str] = []  # of the base's parameters, which are plain attributes then
 
     @abstractmethod
     def base_tensor(self, name: str) -> torch.Tensor:
@@ -51,13 +53,34 @@ class HostedBase(nn.Module):
         """Whether tensors of the base lie in host memory."""
         return bool(self._away)
 
-    def send_base_away(self, names: Iterable[str]) -> None:
-        """Put these of the base's tensors into host memory, until something needs them."""
+    def send_base_away(self, names: Iterable[str], home: torch.device | None = None) -> None:
+        """Put these of the base's tensors into host memory, until something needs them; they return to `home`."""
         for name in names:
             base = self.base_tensor(name)
-            if base.device.type not in _HOSTS:
-                self._away[name] = base.device
-                base.data = to_host(base.data)
+            is_there = name in self._away or base.device.type in _HOSTS
+            if home is not None or not is_there:
+                self._away[name] = home or base.device
+                base.data = base.data if is_there else to_host(base.data)
+
+    def leave_out(self, names: Iterable[str], home: torch.device) -> None:
+        """Put these of the base's parameters into host memory, as plain attributes, which no engine takes over."""
+        for name in names:
+            owner, attribute = self._place_of(name)
+            if attribute in owner._parameters:
+                owner.__dict__[attribute] = owner._parameters.pop(attribute)
+                self.left_out.append(name)
+                self.send_base_away([name], home)
+
+    def take_in(self) -> None:
+        """Undo `leave_out` and `send_base_away`."""
+        self.bring_base_back()
+        while self.left_out:
+            owner, attribute = self._place_of(self.left_out.pop())
+            owner._parameters[attribute] = owner.__dict__.pop(attribute)
+
+    def _place_of(self, name: str) -> tuple[nn.Module, str]:
+        path, _, attribute = name.rpartition(".")
+        return self.base_layer.get_submodule(path), attribute
 
     def bring_base_back(self) -> None:
         """Undo `send_base_away`."""
@@ -68,6 +91,9 @@ class HostedBase(nn.Module):
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         self.bring_base_back()  # `fn` may move the model elsewhere
+        for name in self.left_out:
+            base = self.base_tensor(name)
+            base.data = fn(base.data)
         return super()._apply(fn, recurse)
 
 
@@ -92,21 +118,14 @@ class BaseOnHost:
     """
 
     def __init__(self, model: nn.Module, base_copies: str):
-        self._modules: list[tuple[HostedBase, list[str]]] = []
         self._is_auto = base_copies == "auto"
         self._is_first = True
         # nn.DataParallel, for several devices of one process, wants all parameters on one of them
         is_data_parallel = world_size() == 1 and torch.cuda.device_count() > 1
-        if base_copies == "device" or engine_of(model) or (is_data_parallel and self._is_auto):
-            return
-        places = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
-        places[id(next(model.parameters(), None))] += 1  # code asks the first for the model's device
-        for module in model.modules():
-            if isinstance(module, HostedBase):
-                tensors = {name: module.base_tensor(name) for name in module.copied_names()}
-                large = [name for name, t in tensors.items() if t.dim() > 1 and places[id(t)] == 1]
-                if large:
-                    self._modules.append((module, large))
+        stays = base_copies == "device" or engine_of(model) not in (None, "FSDP2")
+        self.copied = [] if stays or (is_data_parallel and self._is_auto) else list(_copied_alone(model))
+        large = [(m, [n for n in names if m.base_tensor(n).dim() > 1]) for m, names in self.copied]
+        self._modules = [(module, names) for module, names in large if names]
 
     @classmethod
     def of(cls, tuner: Any) -> Self:
@@ -116,24 +135,52 @@ class BaseOnHost:
             tuner._base_on_host = cls(tuner.model, wanted[0] if len(wanted) == 1 else "device")
         return tuner._base_on_host
 
-    def on_train_mode(self) -> None:
+    def on_train_mode(self, model: nn.Module) -> None:
         """To be called when the model is put into training mode; a compiled one does not say when it computes."""
-        if world_size() == 1:  # DDP, which may be put around the model next, takes parameters of one kind of device
-            self.send_away()
+        # DDP, which may be put around the model next, takes parameters of one kind of device
+        if self._is_due() and (world_size() == 1 or ddp_around(model)):
+            self._send_away()
 
     def before_forward(self) -> None:
         """To be called before each forward pass in training."""
-        if self._modules:
-            self.send_away()
-            self._modules[0][0].was_base_used = False
+        if self._is_due():
+            self._send_away()
+        for module, _ in self._modules[:1]:
+            module.was_base_used = False
 
-    def send_away(self) -> None:
-        """Do it, if it is not done and, with `"auto"`, nothing has used the base since the last forward pass."""
+    def _is_due(self) -> bool:
+        """Whether the base is here and, with `"auto"`, nothing has used it since the last forward pass."""
         if not self._modules:
-            return
+            return False
         first, names = self._modules[0]
+        self._is_first &= not first.is_base_away
         is_needed = self._is_auto and first.was_base_used and not self._is_first
-        if not (is_needed or first.is_base_away or first.base_tensor(names[0]).device.type in _HOSTS):
-            self._is_first = False
-            for module, names in self._modules:
-                module.send_base_away(names)
+        return not (is_needed or first.is_base_away or first.base_tensor(names[0]).device.type in _HOSTS)
+
+    def _send_away(self) -> None:
+        self._is_first = False
+        for module, names in self._modules:
+            module.send_base_away(names)
+
+
+def leave_base_out(tuner: Any, home: torch.device, dtype: torch.dtype | None) -> None:
+    """See `leave_base_out_of_units`."""
+    for module, names in BaseOnHost.of(tuner).copied:
+        kind, tensors = type(module.base_layer), {name: module.base_tensor(name) for name in names}
+        if kind not in DIRECT or "forward" in module.base_layer.__dict__:  # functional_call would register it again
+            continue
+        if dtype is not None:  # a linear module computes in it by autocast, a norm only if FSDP2 casts its parameters
+            tensors = {n: t for n, t in tensors.items() if t.dtype == dtype or t.dim() > 1}
+        module.leave_out(tensors, home)
+
+
+def _copied_alone(model: nn.Module) -> Iterator[tuple[HostedBase, list[str]]]:
+    """The modules with the base's tensors that an adapter has copies of, each used there alone and whole."""
+    places = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
+    places[id(next(model.parameters(), None))] += 1  # code asks the first for the model's device
+    for module in model.modules():
+        if isinstance(module, HostedBase):
+            tensors = {name: module.base_tensor(name) for name in module.copied_names()}
+            alone = [n for n, t in tensors.items() if n in module.left_out or places[id(t)] == 1]
+            if names := [n for n in alone if not hasattr(tensors[n], "device_mesh")]:  # what FSDP2 shards stays
+                yield module, names

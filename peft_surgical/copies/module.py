@@ -16,13 +16,14 @@ from peft.tuners.tuners_utils import BaseTunerLayer, check_adapters_to_merge
 from torch import nn
 
 from peft_surgical.copies.columns import ColumnTensors, column_output
-from peft_surgical.copies.compute import FunctionalModule, KeptTwin, direct_output, run_by_rows, twin
+from peft_surgical.copies.compute import DirectCall, FunctionalModule, KeptTwin, direct_output, run_by_rows, twin
 from peft_surgical.copies.host import HostedBase
 from peft_surgical.copies.tensors import KeptTensors, TunedNormTensors, TunedTensors
+from peft_surgical.distributed import check_whole
 from peft_surgical.names import SURGICAL, CopyName, base_path
 
 
-class TunedModule(HostedBase, BaseTunerLayer):
+class TunedModule(DirectCall, HostedBase, BaseTunerLayer):
     """Wraps a module and gives each adapter its own copy of the module's chosen parameters.
 
     With one active adapter the module computes with that adapter's copies; with several, with
@@ -40,16 +41,14 @@ class TunedModule(HostedBase, BaseTunerLayer):
 
     adapter_layer_names: tuple[str, ...] = (SURGICAL,)
     other_param_names: tuple[str, ...] = ()
-    is_in_place = False
-    """Whether the tuned module holds this one as a child, instead of being wrapped."""
+    is_in_place = False  # whether the tuned module holds this one as a child, instead of being wrapped
     base_layer: nn.Module
 
     def __init__(self, base_layer: nn.Module, adapter_name: str, names: Sequence[str], **options: Any):
         super().__init__()
         self._set_base_layer(base_layer)
         setattr(self, self.adapter_layer_names[0], nn.ModuleDict())
-        self._active_adapter = [adapter_name]
-        self._disable_adapters = False
+        self._active_adapter, self._disable_adapters = [adapter_name], False
         self.merged_adapters: list[str] = []
         self._originals: dict[str, torch.Tensor] = {}  # the base's own values while an adapter is merged
         self.untied: dict[str, nn.Parameter] = {}  # the base's parameters that others use too: no merge changes them
@@ -162,7 +161,7 @@ class TunedModule(HostedBase, BaseTunerLayer):
         if not present:
             return self.base_in_use()
         tensors = self.tensors_of(present)
-        if self._needs_functional_call():
+        if self._needs_functional_call() and not self.left_out:
             return FunctionalModule(self.base_layer, tensors)
         return twin(self.base_layer, tensors)
 
@@ -231,7 +230,9 @@ class TunedModule(HostedBase, BaseTunerLayer):
             alone = ("__", "_hf_", "_old_", "_z3_", "ds_")
             if name == "base_layer" or "_modules" not in self.__dict__ or name.startswith(alone):
                 raise
-        return getattr(self.module_in_use(), name)
+        base = self.base_layer
+        may_differ = hasattr(type(base), name) or name in {*base._modules, *self.names_of(self.tuned)}
+        return getattr(self.module_in_use() if may_differ else base, name)  # many ask every module for their own marks
 
     # ---- merging
 
@@ -243,6 +244,7 @@ class TunedModule(HostedBase, BaseTunerLayer):
         names = [name for name in check_adapters_to_merge(self, adapter_names) if name in self.tuned]
         if not names:
             return
+        check_whole(self.tuned[names[0]], "merging")
         self.bring_base_back()
         with torch.no_grad():
             merged = self.tensors_of([*self.merged_adapters, *names])
@@ -280,8 +282,7 @@ class TunedModule(HostedBase, BaseTunerLayer):
             base: Any = self.base_tensor(name)
             base.data = value
             base.__dict__.pop("_original", None)
-        self._originals = {}
-        self.merged_adapters = []
+        self._originals, self.merged_adapters = {}, []
 
     # ---- loading
 
@@ -291,8 +292,7 @@ class TunedModule(HostedBase, BaseTunerLayer):
             return
         copies = self.tuned[adapter_name]
         for name in copies.names:
-            target = device or self.base_tensor(name).device
-            tensor = copies[name]
+            target, tensor = device or self.base_tensor(name).device, copies[name]
             if tensor.device.type != "meta" and tensor.device != target:
                 tensor.data = tensor.data.to(target)
 

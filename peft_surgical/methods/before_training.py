@@ -55,6 +55,7 @@ def before_training(tuner: Any) -> None:
         tuner._backward_start = BackwardStart()
     if "_held_buffers" not in tuner.__dict__ or not tuner._is_trained_set_checked:
         tuner._is_trained_set_checked = True
+        tuner._base_on_host = None  # an engine may have taken the model over since
         tuner._held_buffers = HeldBuffers()
         warn_of_surprises(tuner, tuner._frozen_on_purpose)
         tuner._backward_start.look_again()

@@ -61,7 +61,7 @@ class DeltaConfig(PeftConfig):
         base_copies: Where the base's own values of the tuned tensors lie while this adapter, the only one loaded,
             is trained on an accelerator: `"host"`, from where they are brought back when something needs them
             (disabling the adapter, a merge), or `"device"`. `"auto"` is `"host"` unless every step needs them, as with
-            DPO's reference.
+            DPO's reference. Under FSDP2 see `shard_by_layer`.
         format_version: Version of this file's format.
         library: The package that has the method. Set by itself, for who opens the file.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -171,16 +172,19 @@ class SavedState(BaseTuner):
             base, touched = base_tensors(unwrap(model)), touched_names(state_dict)
             check_base(state_dict.header.base, unwrap(model), base, touched, config.present_name)
         state_dict = {config.present_name(name): tensor for name, tensor in state_dict.items()}
-        with whole_weights(model) if is_encoded(state_dict) else nullcontext():
+        whole = partial(whole_weights, model) if is_encoded(state_dict) else nullcontext
+        with whole():
             decoded = decode_state(model, adapter_name, state_dict, cls._remove_adapter_name_from_key)
         remapped = super()._remap_adapter_state_dict_for_load(model, config, adapter_name, decoded)
         live = live_tensors(model, adapter_name)
         # under FSDP1 the modules' paths are not the names of their tensors, and PEFT finds none
         by_saved_name = {cls._remove_adapter_name_from_key(name, adapter_name): name for name in live}
         remapped = {name if name in live else by_saved_name.get(name, name): t for name, t in remapped.items()}
-        for name, module in _drawn(model, adapter_name, config).items():
-            if name in remapped and isinstance(entry := module.tuned[adapter_name], ColumnTensors):
-                remapped[name] = entry.take_from(remapped[name], name)
+        drawn = _drawn(model, adapter_name, config)
+        with whole():
+            for name in drawn.keys() & remapped.keys():
+                if isinstance(entry := drawn[name].tuned[adapter_name], ColumnTensors):
+                    remapped[name] = entry.take_from(remapped[name], name)
         # the base's own tensors may be in a file, but are never loaded; only LoRA's bias="all" means them, or a user
         # who puts a state with them into LoRA alone by hand
         may_hold_biases = config.peft_type == "STRATIFIED" and not config.is_stratified

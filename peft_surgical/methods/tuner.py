@@ -16,7 +16,7 @@ from torch import nn
 from typing_extensions import Self
 
 from peft_surgical.copies.compute import leave_fused_path
-from peft_surgical.copies.host import BaseOnHost
+from peft_surgical.copies.host import BaseOnHost, leave_base_out
 from peft_surgical.copies.in_place import TunedInPlace
 from peft_surgical.copies.module import TunedModule
 from peft_surgical.copies.select import innermost_tuned, matches_any, note_untied
@@ -50,6 +50,7 @@ class DeltaTuner(SavedState, BaseTuner):
     _autocast: Mapping[str, bool] = {}  # by adapter: whether it is in float32 on a base in half precision
     _is_trained_set_checked = False
     _base_on_host: BaseOnHost | None = None
+    leave_base_out = leave_base_out  # for `leave_base_out_of_units`
     resting: Sequence[nn.Parameter] = ()  # what `RotateLayers` does not train now; nothing else makes it trainable
     _flags: list[tuple[nn.Parameter, bool]] | None = None  # which were trainable, while adapters are disabled
 
@@ -236,7 +237,7 @@ class DeltaTuner(SavedState, BaseTuner):
         """As in `nn.Module`, except that running statistics of frozen modules do not move in training."""
         super().train(mode)
         if mode:
-            BaseOnHost.of(self).on_train_mode()
+            BaseOnHost.of(self).on_train_mode(self.model)
             for module in frozen_statistics(self.model):
                 module.eval()
         return self

@@ -48,7 +48,7 @@ def unload(
         tuner.unmerge_adapter()
     for _, module in wrapped:
         if isinstance(module, HostedBase):
-            module.bring_base_back()
+            module.take_in()
     done: list[str] = []
     for name, module in tqdm(wrapped, disable=not progressbar, desc="Unloading"):
         if isinstance(module, TunedInPlace):

@@ -93,6 +93,35 @@ def test_hooks_of_the_module_are_called(register):
     assert wrapper._direct_output(torch.randn(2, 6)) is None
     wrapper(torch.randn(2, 6, requires_grad=True)).sum().backward()
     assert calls == [register]
+    calls.clear()
+    module.__dict__.update(nn.Linear(6, 4).__dict__)
+    getattr(wrapper, register)(lambda *args: calls.append(register))
+    wrapper(torch.randn(2, 6, requires_grad=True)).sum().backward()
+    assert calls == [register], "of the wrapper"
+
+
+def test_a_forward_that_is_replaced_on_the_wrapper_is_called():
+    wrapper, _ = tuned(nn.Linear(6, 4))
+    wrapper.forward = lambda x: "replaced"  # as accelerate does
+    assert wrapper(torch.randn(2, 6)) == "replaced"
+
+
+@pytest.mark.parametrize("names", [["weight"], ["bias"]])
+def test_what_is_left_out_of_the_tables_is_computed_with(names):
+    linear = nn.Linear(6, 4)
+    wrapper, _ = tuned(linear, ["weight", "bias"])
+    x, before = torch.randn(2, 6), linear(torch.ones(2, 6))
+    expected = wrapper(x)
+    wrapper.leave_out(["weight", "bias"], torch.device("cpu"))
+    assert not linear._parameters
+    assert torch.equal(wrapper(x), expected)
+    wrapper.update_layer("b", names, init_weights=False)
+    wrapper.set_adapter(["b"])
+    tensors = {"weight": linear.weight, "bias": linear.bias, **{name: wrapper.tuned["b"][name] for name in names}}
+    assert torch.equal(wrapper(x), nn.functional.linear(x, **tensors))
+    wrapper.take_in()
+    assert {*linear._parameters} == {"weight", "bias"}
+    assert torch.equal(linear(torch.ones(2, 6)), before)
 
 
 def test_hooks_for_all_modules_are_called():

@@ -16,6 +16,7 @@ from tiny_models import batch, build
 from peft_surgical import StratifiedConfig, SurgicalConfig, rank_layers
 from peft_surgical.copies import host
 from peft_surgical.copies.module import TunedModule
+from peft_surgical.distributed import leave_base_out_of_units
 
 
 @pytest.fixture(autouse=True)
@@ -136,9 +137,13 @@ def _saved(model, folder):
     return _disabled(model)
 
 
+@pytest.mark.parametrize("is_left_out", [False, True], ids=["", "left out of FSDP2's units"])
 @pytest.mark.parametrize("use", USES)
-def test_what_needs_the_base_has_it_brought_back(use, tmp_path):
+def test_what_needs_the_base_has_it_brought_back(use, is_left_out, tmp_path):
     base, model = tuned()
+    if is_left_out:
+        leave_base_out_of_units(model, torch.device("cpu"))
+        step(model)
     assert away(model)
     assert torch.equal(USES[use](model, tmp_path), logits(base))
 
@@ -182,6 +187,14 @@ def test_a_model_that_ddp_is_yet_to_wrap_stays_on_one_device(monkeypatch):
     monkeypatch.setattr(host, "world_size", lambda: 2)
     model.train()
     assert not away(model)
+    monkeypatch.setattr(host, "ddp_around", lambda model: [model])
+    model.train()
+    assert away(model), "it leaves without a forward pass, of which a compiled model would not tell"
+
+
+def test_the_first_step_of_one_of_several_processes_sends_it_away(monkeypatch):
+    _, model = tuned(steps=0)
+    monkeypatch.setattr(host, "world_size", lambda: 2)
     step(model)
     assert away(model)
 

@@ -29,7 +29,7 @@ class Case:
 
     Args:
         name: Its name.
-        method: The method, or `HEAD` for the head alone.
+        method: The method, `COLUMNS` of weights, or `HEAD` for the head alone.
         checkpointing: Whether with gradient checkpointing.
         family: The family of the model.
         encoding: How the adapter is saved.
@@ -49,12 +49,14 @@ CHECKPOINTED = [
     Case("surgical-checkpointed", "SURGICAL", checkpointing=True),
     Case("stratified-checkpointed", "STRATIFIED", checkpointing=True),
 ]
-RESUMED = [*METHODS, Case("encoded", "SURGICAL", encoding="lossless")]
+COLUMNS = Case("columns", "COLUMNS")
+RESUMED = [*METHODS, Case("encoded", "SURGICAL", encoding="lossless"), COLUMNS]
 CASES = [
     *METHODS,
     *CHECKPOINTED,
     Case("owners", "SURGICAL", family="beit", encoding="lossless"),  # layers that own parameters themselves
     Case("neighbours", "STRATIFIED", neighbour=True),
+    COLUMNS,
 ]
 
 
@@ -84,6 +86,9 @@ def make_model(case: Case) -> PeftModel:
     torch.manual_seed(1)
     if case.method == "HEAD":
         config = StratifiedConfig(task_type="SEQ_CLS", strata=[{"layers": "all", "tune": "frozen"}])
+    elif case.method == "COLUMNS":
+        strata = [{"layers": [0, 3], "tune": "frozen"}, {"layers": [1, 2], "tune": "columns", "columns": 4}]
+        config = StratifiedConfig(task_type="SEQ_CLS", strata=strata)
     elif case.family == "beit":
         config = SurgicalConfig(layers=[1, 2], modules_to_save=["classifier"], encoding=case.encoding)
     else:

@@ -10,6 +10,7 @@ from accelerate import FullyShardedDataParallelPlugin
 from adapters import make, make_config
 from peft import LoraConfig, get_peft_model
 from tiny_models import build
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from distributed.launch import skip_if_missing
 from peft_surgical.distributed import shard_by_layer
@@ -18,8 +19,9 @@ from peft_surgical.distributed import shard_by_layer
 def shard(model, *, version: int = 1, **options) -> FullyShardedDataParallelPlugin:
     skip_if_missing("fsdp1")
     options |= {"reshard_after_forward": True} if version == 2 else {}
-    plugin = FullyShardedDataParallelPlugin(fsdp_version=version, auto_wrap_policy="transformer_based_wrap", **options)
-    shard_by_layer(SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin)), model)
+    options = {"cpu_ram_efficient_loading": False, "auto_wrap_policy": "transformer_based_wrap", **options}
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=version, **options)
+    shard_by_layer(SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin), device=torch.device("cpu")), model)
     return plugin
 
 
@@ -59,3 +61,27 @@ def test_fsdp1_takes_one_dtype_in_each_unit(method):
     with pytest.raises(ValueError, match="one dtype in each unit.*bfloat16 and float32.*autocast_adapter_dtype=False"):
         shard(masters)
     shard(masters, version=2)
+
+
+@pytest.mark.parametrize(
+    ("options", "left_out"),
+    [
+        ({}, {"weight", "bias"}),
+        ({"mixed_precision_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}, {"weight"}),
+        ({"cpu_ram_efficient_loading": True}, set()),  # there is nothing in the other processes
+        ({"cpu_offload": True}, set()),
+        ({"base_copies": "device"}, set()),
+    ],
+    ids=["float32", "bfloat16", "loaded by one", "offloaded", "device"],
+)
+def test_what_has_copies_is_left_out_of_the_units_of_fsdp2(options, left_out):
+    config = {name: options.pop(name) for name in list(options) if name == "base_copies"}
+    model = make("SURGICAL", "bert", [1], **config)
+    before = {name: p for name, p in model.named_parameters()}
+    shard(model, version=2, **options)
+    gone = before.keys() - dict(model.named_parameters()).keys()
+    assert {name.rpartition(".")[2] for name in gone} == left_out
+    assert all(".layer.1." in name and ".base_layer." in name for name in gone)
+    assert any("LayerNorm" in name for name in gone) == ("bias" in left_out)
+    base = model.unload()
+    assert dict(base.named_parameters()).keys() == dict(build("bert").named_parameters()).keys()

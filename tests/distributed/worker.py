@@ -35,6 +35,7 @@ from distributed.cases import (
     train,
 )
 from peft_surgical import SurgicalConfig, rank_layers
+from peft_surgical.copies.module import TunedModule
 from peft_surgical.distributed import shard_by_layer
 
 
@@ -142,6 +143,8 @@ class Worker:
         loaded = PeftModel.from_pretrained(make_base(case.family), self.folder / case.name, is_trainable=True)
         again, _ = self.prepare(loaded)
         outputs = {"logits": logits(model, case.family), "logits after loading": logits(again, case.family)}
+        with adapter.disable_adapter():
+            outputs["logits of the base"] = logits(model, case.family)
         if self.rank == 0:
             torch.save({"weights": whole, **outputs}, self.folder / f"{case.name}.pt")
         return facts
@@ -158,6 +161,10 @@ class Worker:
 
                 stack.enter_context(FullyShardedDataParallel.summon_full_params(model, writeback=False))
             parameters = {plain_name(name): p.detach() for name, p in model.named_parameters()}
+            for path, module in model.named_modules():
+                if isinstance(module, TunedModule):  # under FSDP2 what the model no longer lists
+                    owner = path.rpartition(".")[0] if module.is_in_place else f"{path}.base_layer"
+                    parameters |= {f"{owner}.{name}": module.original(name).detach() for name in module.left_out}
             return {n: (p.full_tensor() if hasattr(p, "full_tensor") else p).clone() for n, p in parameters.items()}
 
     def resume(self, case: Case) -> list[str]:
