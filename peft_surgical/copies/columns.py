@@ -50,7 +50,6 @@ def draw_columns(path: str, linear: nn.Module, columns: int | float, seed: int) 
 class ColumnTensors(TunedTensors):
     """One adapter's columns of a linear module's weight; asked for the weight it gives the whole one."""
 
-    are_whole = False
     columns_at: torch.Tensor
 
     def __init__(

@@ -54,65 +54,6 @@ def has_hooks(module: nn.Module) -> bool:
     )
 
 
-class DirectCall(nn.Module):
-    """A wrapper around a module, whose call costs what that of a plain module does, in nearly all cases.
-
-    Of the way from `nn.Module.__call__` to `direct_output` only the checks are left, in one frame and on the tables
-    themselves: none of these is in the processor's caches when the module's turn has come, and that takes the time.
-    """
-
-    adapter_layer_names: tuple[str, ...]
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        of, for_all = self.__dict__, for_all_modules
-        active = of["_active_adapter"]
-        if (
-            len(args) == 1
-            and len(active) == 1
-            and not (
-                kwargs
-                or of["_disable_adapters"]
-                or of["merged_adapters"]
-                or of["_forward_hooks"]
-                or of["_forward_pre_hooks"]
-                or of["_backward_hooks"]
-                or of["_backward_pre_hooks"]
-                or "forward" in of
-                or for_all._global_forward_hooks
-                or for_all._global_forward_pre_hooks
-                or for_all._global_backward_hooks
-                or for_all._global_backward_pre_hooks
-                or torch.compiler.is_compiling()
-            )
-        ):
-            modules = of["_modules"]
-            base, copies = modules.get("base_layer"), modules[self.adapter_layer_names[0]]._modules.get(active[0])
-            compute = DIRECT.get(type(base))
-            if compute is not None and copies is not None and copies.are_whole:
-                of = base.__dict__
-                own, tuned = of["_parameters"], copies._parameters
-                weight, bias = tuned.get("weight"), tuned.get("bias")
-                of_base, bias_of_base = own.get("weight"), own.get("bias")
-                if of_base is None and weight is not None:
-                    of_base = of.get("weight")  # left out of the tables
-                if (
-                    of_base is not None
-                    and (bias is not None or "bias" in own)
-                    and (weight is None or weight.dtype is of_base.dtype)
-                    and (bias is None or bias.dtype is (of_base if bias_of_base is None else bias_of_base).dtype)
-                    and not (
-                        of["_forward_hooks"]
-                        or of["_forward_pre_hooks"]
-                        or of["_backward_hooks"]
-                        or of["_backward_pre_hooks"]
-                        or "forward" in of
-                    )
-                ):
-                    weight = of_base if weight is None else weight
-                    return compute(base, args[0], weight, bias_of_base if bias is None else bias)
-        return super().__call__(*args, **kwargs)
-
-
 def direct_output(base: Any, copies: Any, x: Tensor, kept: KeptTwin) -> Any:
     """The output of a module with the parameters of another put in; None if it takes more to compute it.
 

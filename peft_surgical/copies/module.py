@@ -16,14 +16,14 @@ from peft.tuners.tuners_utils import BaseTunerLayer, check_adapters_to_merge
 from torch import nn
 
 from peft_surgical.copies.columns import ColumnTensors, column_output
-from peft_surgical.copies.compute import DirectCall, FunctionalModule, KeptTwin, direct_output, run_by_rows, twin
+from peft_surgical.copies.compute import FunctionalModule, KeptTwin, direct_output, run_by_rows, twin
 from peft_surgical.copies.host import HostedBase
 from peft_surgical.copies.tensors import KeptTensors, TunedNormTensors, TunedTensors
 from peft_surgical.distributed import check_whole
 from peft_surgical.names import SURGICAL, CopyName, base_path
 
 
-class TunedModule(DirectCall, HostedBase, BaseTunerLayer):
+class TunedModule(HostedBase, BaseTunerLayer):
     """Wraps a module and gives each adapter its own copy of the module's chosen parameters.
 
     With one active adapter the module computes with that adapter's copies; with several, with

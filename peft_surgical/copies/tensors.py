@@ -18,8 +18,6 @@ class TunedTensors(nn.Module):
     """One adapter's copies of some tensors of a module, by their name in it, e.g. `weight` or `out_proj.weight`.
     Parameters stay parameters, other tensors become buffers."""
 
-    are_whole = True
-
     def __init__(self, tensors: Mapping[str, torch.Tensor]):
         nn.Module.__init__(self)
         self.names = tuple(tensors)
