@@ -214,8 +214,9 @@ def table(record: dict) -> str:
         cells += [f"{row['to_plain']:.3f}", f"{ours['peak_bytes'] / 1e9:.2f}"]
         cells.append(f"{ours['peak_bytes'] / plain['peak_bytes']:.3f}" if plain["peak_bytes"] else "")
         sent = [sum(of["traffic"]["bytes"].values()) for of in (ours, plain) if "traffic" in of]
-        rows.append([*cells, f"{sent[0] / sent[1]:.3f}" if sent else ""])
+        rows.append([*cells, f"{sent[0] / sent[1]:.3f}"] if sent else cells)
     header = ["model, engine, trained", "rows", "ms", "plain, ms", "ratio", "GB per GPU", "/ plain", "bytes / plain"]
+    header = header[: len(rows[0])]
     return (
         f"{record['gpus']} x {record['card']}, sequences of {record['length']} tokens, bfloat16, AdamW; medians of "
         f"{record['pairs']} pairs.\n\n{make_table(header, rows)}"
