@@ -39,13 +39,7 @@ TRIED = "tried"
 
 def check_folder(job: TrainingJob, *, resume: bool = False, overwrite: bool = False) -> dict[str, Any] | None:
     """Make sure that a job may write its folder: a new one, or to resume its own, or to overwrite that of any job.
-
-    Returns:
-        The results of the run that is to be resumed, if it is finished and the job asks for no more.
-
-    Raises:
-        ValueError: It may not; the message says what to do.
-    """
+    Gives the results of the run that is to be resumed, if it is finished and the job asks for no more."""
     folder = Path(job.output)
     if resume and overwrite:
         raise ValueError("--resume goes on with what is in the folder and --overwrite empties it. Drop one.")

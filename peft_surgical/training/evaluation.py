@@ -137,11 +137,7 @@ def evaluate(
 
 
 def read_run(folder: str | Path) -> tuple[TrainingJob, dict[str, Any]]:
-    """The job of a finished run, and what `metrics.json` says of its task.
-
-    Raises:
-        ValueError: The folder is not that of a finished run.
-    """
+    """The job of a finished run, and what `metrics.json` says of its task."""
     job = TrainingJob.load(folder)
     file = Path(folder) / METRICS_FILE
     if not file.exists():
@@ -189,17 +185,9 @@ def shared_arguments(job: TrainingJob) -> dict[str, Any]:
 def compute_metrics(outputs: Any, targets: Any) -> dict[str, float]:
     """Compare a model's outputs with the labels.
 
-    Args:
-        outputs: Logits (N, classes), or predicted amounts (N, 1) or (N,).
-        targets: Class ids (N,), or amounts (N,) of a floating type.
-
-    Returns:
-        For classes: `accuracy`; `f1` of the second class if there are two (as GLUE counts it for MRPC), else the plain
-        mean of the F1 of all classes; `matthews`, the Matthews correlation. For amounts: `pearson` and `spearman`
-        correlation, 0 where all predictions are equal and none is defined.
-
-    Raises:
-        ValueError: The outputs are not all finite.
+    Of logits (N, classes) and class ids (N,): `accuracy`; `f1` of the second class if there are two (as GLUE counts it
+    for MRPC), else the plain mean of the F1 of all classes; `matthews`, the Matthews correlation. Of predicted amounts
+    (N, 1) or (N,) and amounts (N,): `pearson` and `spearman` correlation, 0 where all are equal and none is defined.
 
     Example:
 

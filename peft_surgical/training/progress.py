@@ -14,23 +14,13 @@ from peft_surgical.training.results import loss_by_epoch
 
 
 class ProgressLines(TrainerCallback):
-    """A line after each epoch, with its training loss and how good the model is on the selection rows; and between
-    epochs a line every so many steps or seconds.
-
-    Args:
-        show: Shows a line.
-        metric: What to show of the selection rows.
-        steps: After how many steps there is a line.
-        seconds: After how many seconds there is one, if not after steps.
-    """
+    """A line after each epoch, with its training loss and how good the model is on the selection rows by a metric; and
+    between epochs a line every so many steps, or else seconds."""
 
     trainer: JointCheckpoints
 
     def __init__(self, show: Callable[[str], object], metric: str, steps: int | None = None, seconds: float = 0):
-        self.show = show
-        self.metric = metric
-        self.steps = steps
-        self.seconds = seconds
+        self.show, self.metric, self.steps, self.seconds = show, metric, steps, seconds
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._start = time.monotonic(), state.global_step

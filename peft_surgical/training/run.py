@@ -46,16 +46,8 @@ from peft_surgical.training.tasks import encode
 class TrainingRun:
     """One run of a job, step by step: `rank`, `adapt`, `fit`, `finish`. `train` takes all of them.
 
-    A run that is resumed and was finished already has its results as `finished`, and no steps to take.
-
-    Args:
-        job: What to do.
-        resume: Go on from the newest complete checkpoint in the job's folder, if there is one.
-        overwrite: Empty the job's folder first.
-        callbacks: Callbacks for the Trainer, to show progress.
-
-    Raises:
-        ValueError: The job's folder is not empty, or holds another job; or the data or the model cannot be read.
+    A run that is resumed and was finished already has its results as `finished`, and no steps to take. The callbacks
+    go to the Trainer, to show progress.
     """
 
     def __init__(
@@ -92,14 +84,8 @@ class TrainingRun:
         self.checkpoint = newest_checkpoint(self.folder / CHECKPOINTS) if resume else None
 
     def rank(self, *, progress: bool = True) -> LayerRanking | None:
-        """Rank the layers, or read the ranking that the job names; it is kept in the job's folder.
-
-        Args:
-            progress: Whether to show progress.
-
-        Returns:
-            The ranking, or None where the method needs none.
-        """
+        """Rank the layers, if the method needs a ranking, or read the one that the job names; it is kept in the job's
+        folder."""
         if not self.job.needs_ranking:
             return None
         file = self.folder / RANKING_FILE
@@ -134,11 +120,8 @@ class TrainingRun:
 
     @precision_restored()
     def fit(self, begin: Callable[[TrainingRun], object] = lambda run: None) -> None:
-        """Train, with a checkpoint after each epoch, and end with the best one.
-
-        Args:
-            begin: Called with the run before it trains; with `layers="auto"` with the run of each choice.
-        """
+        """Train, with a checkpoint after each epoch, and end with the best one. `begin` is called with the run before
+        it trains; with `layers="auto"` with the run of each choice."""
         if self.job.layers == AUTO:
             try_layers(self, begin)
             return
@@ -153,11 +136,7 @@ class TrainingRun:
         self.seconds["train"] = time.perf_counter() - started
 
     def finish(self) -> dict[str, Any]:
-        """Measure on the evaluation rows, save the model, `metrics.json` and the model card.
-
-        Returns:
-            The content of `metrics.json`.
-        """
+        """Measure on the evaluation rows, save the model, its card and `metrics.json`, and give what this holds."""
         started = time.perf_counter()
         evaluation = self._encode(self.prepared.parts.evaluation)
         measured = self.trainer.evaluate(evaluation, metric_key_prefix="final")
