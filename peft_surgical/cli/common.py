@@ -222,7 +222,7 @@ def show_ranking(console: Console, run: TrainingRun) -> None:
 
 def show_tried(console: Console, tried: dict[str, Any]) -> None:
     """Show the choices of layers that are tried in turn, and what came of them so far."""
-    from peft_surgical.training.results import describe_tried
+    from peft_surgical.training.progress import describe_tried
 
     console.print(f"\nChoices of layers, and the best {tried['metric']} of each on the rows that choose:")
     console.print(describe_tried(tried), markup=False, soft_wrap=True)

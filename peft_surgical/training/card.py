@@ -26,7 +26,7 @@ from peft_surgical.training.job import JOB_FILE, TrainingJob
 from peft_surgical.training.kinds import CAUSAL_LM
 from peft_surgical.training.methods import METHODS
 from peft_surgical.training.options import check_writable
-from peft_surgical.training.results import describe_tried
+from peft_surgical.training.progress import describe_tried
 
 
 logger = logging.getLogger(__name__)

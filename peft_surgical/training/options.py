@@ -36,8 +36,11 @@ def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def check_writable(option: str, path: str | Path, endings: Collection[str] = ()) -> None:
-    """Make sure that a folder can be written later; with endings, a file with one of them in a folder that exists."""
+def check_writable(option: str, path: str | Path | None, endings: Collection[str] = ()) -> None:
+    """Make sure that a folder, if any, can be written later; with endings, a file with one of them in a folder that is
+    there."""
+    if path is None:
+        return
     path = Path(path).absolute()
     if endings and path.suffix.lower() not in endings:
         raise ValueError(f"{option} {path}: allowed are files ending in {', '.join(endings)}.")

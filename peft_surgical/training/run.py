@@ -38,8 +38,7 @@ from peft_surgical.training.kinds import CAUSAL_LM, LOWER_IS_BETTER
 from peft_surgical.training.methods import AUTO, METHODS, adapt
 from peft_surgical.training.options import write_text
 from peft_surgical.training.prepare import prepare, rank
-from peft_surgical.training.progress import LossOfEpochs, ProgressLines
-from peft_surgical.training.results import make_results
+from peft_surgical.training.progress import LossOfEpochs, ProgressLines, make_results
 from peft_surgical.training.tasks import encode
 
 
