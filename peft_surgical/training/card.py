@@ -20,8 +20,6 @@ from torch import nn
 from peft_surgical.layers import unwrap
 from peft_surgical.methods.card import CARD_FILE, TAG, AdapterCard, loading_code, place_of
 from peft_surgical.methods.config import DeltaConfig
-from peft_surgical.ranking.ranking import LayerRanking
-from peft_surgical.training.data import Parts
 from peft_surgical.training.job import JOB_FILE, TrainingJob
 from peft_surgical.training.kinds import CAUSAL_LM
 from peft_surgical.training.methods import METHODS
@@ -111,15 +109,9 @@ def remove_checkpoints(folder: Path) -> None:
         folder.rmdir()
 
 
-def write_model_card(
-    folder: str | Path,
-    job: TrainingJob,
-    parts: Parts,
-    results: dict[str, Any],
-    ranking: LayerRanking | None,
-    model: nn.Module,
-) -> None:
-    """Write `README.md` into the folder of a trained model; `results` is the content of `metrics.json`."""
+def write_model_card(run: Any, results: dict[str, Any]) -> None:
+    """Write `README.md` into the folder of a `TrainingRun`; `results` is the content of `metrics.json`."""
+    job, parts, ranking = run.job, run.prepared.parts, run.ranking
     is_language = results["task"]["kind"] == CAUSAL_LM
     task, evaluation, training = results["task"], results["evaluation"], results["training"]
     metrics = {name: value for name, value in evaluation.items() if name not in ("rows", "samples")}
@@ -174,7 +166,7 @@ Measured on {evaluation["samples"]:,} rows: {evaluation["rows"]}.
 
 Trained on {training["samples"]:,} {training["rows"]}. {describe_selection(results)}{notes}
 
-{_use(Path(folder), job, task, model)}
+{_use(run.folder, job, task, run.model)}
 
 ## Exact configuration
 
@@ -184,7 +176,7 @@ Trained on {training["samples"]:,} {training["rows"]}. {describe_selection(resul
 
 Made with {", ".join(f"{name} {number}" for name, number in results["versions"].items())}.
 """
-    (Path(folder) / CARD_FILE).write_text(text, encoding="utf-8")
+    (run.folder / CARD_FILE).write_text(text, encoding="utf-8")
 
 
 def share(part: float, whole: float) -> str:

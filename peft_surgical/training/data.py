@@ -89,38 +89,31 @@ class Parts:
     overlap: int  # how many evaluation rows have a text that is in the training or selection rows too
 
 
-def split_rows(
-    task: Task,
-    *,
-    eval_split: str | None = None,
-    select_on: str = "held-out",
-    held_out: float = 0.1,
-    max_train_samples: int | None = None,
-    seed: int = 0,
-) -> Parts:
-    """Split the rows of a task into training, selection and evaluation rows, as the fields of `TrainingJob` say."""
+def split_rows(task: Task, job: Any) -> Parts:
+    """Split the rows of a task into training, selection and evaluation rows, as a `TrainingJob` says."""
+    select_on, held_out = job.select_on, job.held_out
     train_name = find_split(task.splits, "train")
     if train_name is None:
         raise ValueError(f"There is no training split; the splits with labels are: {[*task.splits]}.")
-    for option, name in (("--eval-split", eval_split), ("--select-on", select_on)):
+    for option, name in (("--eval-split", job.eval_split), ("--select-on", select_on)):
         if name == train_name:
             raise ValueError(f"{option} {name}: these rows are trained on, so to measure on them would say nothing.")
     train = task.split(train_name)
-    eval_split = eval_split or find_split(task.splits, "validation") or find_split(task.splits, "test")
+    eval_split = job.eval_split or find_split(task.splits, "validation") or find_split(task.splits, "test")
     cut = f"{held_out:.0%} of the {train_name} split"
     if eval_split:
         evaluation, evaluation_name = task.split(eval_split), f"the {eval_split} split"
     else:
-        train, evaluation = train_test_split(train, held_out, seed)
+        train, evaluation = train_test_split(train, held_out, job.seed)
         evaluation_name = f"{cut}, cut off first"
     selection, selection_name = None, None
     if select_on == "held-out":
-        train, selection = train_test_split(train, held_out, seed + 1)
+        train, selection = train_test_split(train, held_out, job.seed + 1)
         selection_name = f"{held_out:.0%} of the training rows, held out"
     elif select_on != "none":
         selection, selection_name = task.split(select_on), f"the {select_on} split"
-    if max_train_samples is not None and max_train_samples < len(train):
-        train = train.shuffle(seed=seed).select(range(max_train_samples))
+    if job.max_train_samples is not None and job.max_train_samples < len(train):
+        train = train.shuffle(seed=job.seed).select(range(job.max_train_samples))
     return Parts(
         train,
         selection,

@@ -21,10 +21,10 @@ from transformers import DataCollatorWithPadding, PrinterCallback, Trainer, Trai
 from peft_surgical.distributed import shard_by_layer, this_process
 from peft_surgical.training.card import METRICS_FILE
 from peft_surgical.training.common import Diverged, JointCheckpoints, load_tokenizer, load_trained, max_length
-from peft_surgical.training.data import Task, find_split, read_splits
+from peft_surgical.training.data import Task, find_split, read_splits, split_rows
 from peft_surgical.training.job import TrainingJob
 from peft_surgical.training.kinds import CAUSAL_LM
-from peft_surgical.training.prepare import require_metrics, require_trl, split_by_use
+from peft_surgical.training.prepare import require_metrics, require_trl
 from peft_surgical.training.tasks import encode, make_task
 
 
@@ -240,7 +240,7 @@ def _choose_rows(
             f"The model was trained on the columns {trained['text_columns']} and the data has {[*task.text_columns]}."
         )
     if split is None and data is None:
-        parts = split_by_use(task, job)
+        parts = split_rows(task, job)
         return parts.evaluation, parts.evaluation_name, task
     split = split or find_split(task.splits, "validation") or find_split(task.splits, "test")
     if split is None and len(task.splits) > 1:

@@ -198,8 +198,10 @@ def answer(
     return tokenizer.decode(said[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
 
 
-def measure_beside(trainer: Any, model: Any, tokenizer: Any, rows: Dataset, form: str) -> dict[str, Any]:
-    """What the base by itself reaches on the rows, if it is still there, and answers to the first of them."""
+def measure_beside(run: Any) -> dict[str, Any]:
+    """What the base by itself reaches on the evaluation rows of a `TrainingRun`, if it is still there, and answers to
+    the first of them."""
+    trainer, model, rows = run.trainer, run.model, run.prepared.parts.evaluation
     found: dict[str, Any] = {}
     if isinstance(model, PeftModel):
         with model.disable_adapter():
@@ -212,7 +214,7 @@ def measure_beside(trainer: Any, model: Any, tokenizer: Any, rows: Dataset, form
     found["answers"] = [
         {
             "prompt": prompt if isinstance(prompt, str) else prompt[-1]["content"],
-            "answer": answer(model, tokenizer, prompt, form),
+            "answer": answer(model, run.prepared.tokenizer, prompt, run.prepared.task.form),
             "reference": reference or "",
         }
         for prompt, reference in asked

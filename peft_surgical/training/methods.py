@@ -42,35 +42,6 @@ class Method:
     language_rate: float | None = None  # the default for language models, where it is another
 
 
-def adapt(
-    method: str,
-    model: nn.Module,
-    options: Options,
-    ranking: LayerRanking | None,
-    *,
-    task_type: str = "SEQ_CLS",
-    head: list[str] | None = None,
-) -> nn.Module:
-    """A model made ready to be trained by a method; `head` names the modules that belong to the task.
-
-    Raises:
-        ValueError: What is trained is to be rounded stochastically, and has more bits.
-    """
-    from peft import get_peft_model
-
-    is_rounded = options.get("stochastic_rounding", False)
-    config = METHODS[method].configure(model, options, ranking, {"task_type": task_type, "modules_to_save": head})
-    if config is not None:
-        model = get_peft_model(model, config, autocast_adapter_dtype=not is_rounded)
-    dtypes = {str(p.dtype).removeprefix("torch.") for p in model.parameters() if p.requires_grad}
-    if is_rounded and "bfloat16" not in dtypes:
-        raise ValueError(
-            f"--stochastic-rounding is for values in bfloat16; those that are trained are in {', '.join(dtypes)}. Add "
-            "--dtype bfloat16, or drop it."
-        )
-    return model
-
-
 def default_top_k(depth: int) -> int:
     """How many layers to tune in a model of `depth` layers: 5 of 12 as in Lodha et al. (2023), in proportion.
 

@@ -54,7 +54,7 @@ def prepare(job: TrainingJob) -> Prepared:
             kind=job.task,
         )
         check_kind(job, task.kind)
-        parts = split_by_use(task, job)
+        parts = split_rows(task, job)
     if job.layers == AUTO and parts.optimistic:
         raise ValueError(
             f"--layers auto would choose on the rows of --select-on {job.select_on}, which are measured on at the "
@@ -136,12 +136,6 @@ def require_trl() -> None:
     """Make sure that language models can be trained, before anything takes time."""
     if find_spec("trl") is None:
         raise ImportError('Language models are trained with TRL, which is not installed: pip install "trl>=1.16"')
-
-
-def split_by_use(task: Task, job: TrainingJob) -> Parts:
-    """Split the rows of a task as a job says."""
-    names = ("eval_split", "select_on", "held_out", "max_train_samples", "seed")
-    return split_rows(task, **{name: getattr(job, name) for name in names})
 
 
 def rank(prepared: Prepared, job: TrainingJob, *, progress: bool = True) -> LayerRanking:

@@ -6,16 +6,14 @@ import math
 import time
 from collections.abc import Callable
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
-from transformers import ProgressCallback, TrainerCallback, TrainerState
+from transformers import ProgressCallback, TrainerCallback
 
 from peft_surgical import __version__
 from peft_surgical.training.common import JointCheckpoints
-from peft_surgical.training.data import Parts, Task
-from peft_surgical.training.job import TrainingJob
+from peft_surgical.training.data import Task
 from peft_surgical.training.kinds import CAUSAL_LM
 
 
@@ -83,30 +81,23 @@ def _is_at_end_of_epoch(state: Any) -> bool:
 _LIBRARIES = ("torch", "transformers", "peft", "accelerate", "datasets")
 
 
-def make_results(
-    job: TrainingJob,
-    task: Task,
-    parts: Parts,
-    state: TrainerState,
-    metric: str,
-    evaluation: dict[str, float],
-    **measured: Any,
-) -> dict[str, Any]:
-    """The content of `metrics.json`; `measured` is more of it, as it is."""
+def make_results(run: Any, evaluation: dict[str, float], beside: dict[str, Any]) -> dict[str, Any]:
+    """The content of `metrics.json` of a `TrainingRun`, with what was measured beside the evaluation as it is."""
+    task, parts, state = run.prepared.task, run.prepared.parts, run.trainer.state
     selection = None
     if parts.selection is not None:
         best = state.best_model_checkpoint
         selection = {
             "rows": parts.selection_name,
             "samples": len(parts.selection),
-            "metric": metric,
+            "metric": run.metric,
             "best": state.best_metric,
             "best_step": int(best.rpartition("-")[2]) if best else None,
         }
     return {
-        "method": job.method,
+        "method": run.job.method,
         "task": _describe_task(task),
-        "metric": metric,
+        "metric": run.metric,
         "evaluation": {
             "rows": parts.evaluation_name,
             "samples": len(parts.evaluation),
@@ -114,8 +105,12 @@ def make_results(
         },
         "selection": selection,
         "training": {"rows": parts.train_name, "samples": len(parts.train), "steps": state.global_step},
-        **measured,
-        "files": {file.name: file.stat().st_size for file in sorted(Path(job.output).glob("*.safetensors"))},
+        "majority": run.majority,
+        "layers": run.tuned_layers,
+        "parameters": {"total": run.total_parameters, "trained": run.trained_parameters},
+        "seconds": {name: round(value, 2) for name, value in run.seconds.items()},
+        **beside,
+        "files": {file.name: file.stat().st_size for file in sorted(run.folder.glob("*.safetensors"))},
         "history": _history(state.log_history),
         "versions": {"peft_surgical": __version__, **{name: version(name) for name in _libraries(task)}},
     }

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
+from peft import get_peft_model
 from torch import nn
 from transformers import EarlyStoppingCallback, TrainerCallback, set_seed
 
@@ -35,7 +36,7 @@ from peft_surgical.training.evaluation import majority, make_trainer, precision_
 from peft_surgical.training.hub import push
 from peft_surgical.training.job import TrainingJob
 from peft_surgical.training.kinds import CAUSAL_LM, LOWER_IS_BETTER
-from peft_surgical.training.methods import AUTO, METHODS, adapt
+from peft_surgical.training.methods import AUTO, METHODS
 from peft_surgical.training.options import write_text
 from peft_surgical.training.prepare import prepare, rank
 from peft_surgical.training.progress import LossOfEpochs, ProgressLines, make_results
@@ -101,17 +102,21 @@ class TrainingRun:
 
     def adapt(self) -> nn.Module:
         """Make the model ready to be trained by the job's method; `rank` comes before."""
-        prepared, task_type = self.prepared, "CAUSAL_LM" if self.is_language else "SEQ_CLS"
+        job, model = self.job, self.prepared.model
         if self.is_language:
-            set_seed(self.job.seed)  # as TRL does before it makes an adapter
-        self.model = adapt(
-            self.job.method,
-            prepared.model,
-            self.job.method_options,
-            self.ranking,
-            task_type=task_type,
-            head=prepared.head,
-        )
+            set_seed(job.seed)  # as TRL does before it makes an adapter
+        task_type = "CAUSAL_LM" if self.is_language else "SEQ_CLS"
+        shared = {"task_type": task_type, "modules_to_save": self.prepared.head}
+        config = METHODS[job.method].configure(model, job.method_options, self.ranking, shared)
+        if config is not None:
+            model = get_peft_model(model, config, autocast_adapter_dtype=not job.stochastic_rounding)
+        dtypes = {str(p.dtype).removeprefix("torch.") for p in model.parameters() if p.requires_grad}
+        if job.stochastic_rounding and "bfloat16" not in dtypes:
+            raise ValueError(
+                f"--stochastic-rounding is for values in bfloat16; those that are trained are in {', '.join(dtypes)}. "
+                "Add --dtype bfloat16, or drop it."
+            )
+        self.model = model
         self.tuned_layers = tuned_layers(self.model)
         # before the weights are sharded
         self.trained_parameters = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
@@ -140,27 +145,19 @@ class TrainingRun:
         evaluation = self._encode(self.prepared.parts.evaluation)
         measured = self.trainer.evaluate(evaluation, metric_key_prefix="final")
         self.seconds["evaluate"] = time.perf_counter() - started
-        beside = self._measure_beside() if self.is_language else {}
+        beside: dict[str, Any] = {}
+        if self.is_language:
+            from peft_surgical.training.language import measure_beside
+
+            beside = measure_beside(self)
         beside |= {"tried": self.tried} if self.tried else {}
         self.trainer.save_model(str(self.folder))
-        results = make_results(
-            self.job,
-            self.prepared.task,
-            self.prepared.parts,
-            self.trainer.state,
-            self.metric,
-            measured,
-            majority=self.majority,
-            layers=self.tuned_layers,
-            parameters={"total": self.total_parameters, "trained": self.trained_parameters},
-            seconds={name: round(value, 2) for name, value in self.seconds.items()},
-            **beside,
-        )
+        results = make_results(self, measured, beside)
         if self.trainer.is_world_process_zero():
             if self.job.method == "full":
                 self.prepared.tokenizer.save_pretrained(self.folder)
             (self.folder / "training_args.bin").unlink(missing_ok=True)
-            write_model_card(self.folder, self.job, self.prepared.parts, results, self.ranking, self.model)
+            write_model_card(self, results)
             write_text(self.folder / METRICS_FILE, json.dumps(results, indent=2) + "\n")
             for place in [] if self.job.keep_checkpoints else checkpoint_folders(self.folder):
                 remove_checkpoints(place)
@@ -193,13 +190,6 @@ class TrainingRun:
             trainer.optimizer_cls_and_kwargs = round_stochastically(optimizer, self.job.seed), kwargs
         trainer.args.warmup_steps = round(self.job.warmup * count_steps(self.job, len(trainer.train_dataset)))
         return trainer
-
-    def _measure_beside(self) -> dict[str, Any]:
-        from peft_surgical.training.language import measure_beside
-
-        prepared = self.prepared
-        rows, form = prepared.parts.evaluation, prepared.task.form
-        return measure_beside(self.trainer, self.model, prepared.tokenizer, rows, form)
 
     def _encode(self, rows: Dataset | None) -> Dataset | None:
         if rows is None or self.is_language:  # TRL does it
