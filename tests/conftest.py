@@ -21,6 +21,14 @@ def pytest_collection_finish():
     gc.freeze()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _passed_over():
+    """So it is with what earlier files have left."""
+    yield
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def _seed():
     torch.manual_seed(0)
