@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import signal
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+import jinja2
 import pytest
 import torch
 
@@ -13,10 +15,20 @@ import torch
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's jobs in the background ignore interrupts
+# each adapter that is saved compiles the template of its card, which takes as long as to save it
+jinja2.Environment.compile = functools.cache(jinja2.Environment.compile)
 
 
 def pytest_collection_finish():
     """Trainers collect garbage, which takes longer than a tiny training if it goes through all that was imported."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _passed_over():
+    """So it is with what earlier files have left."""
+    yield
     gc.collect()
     gc.freeze()
 

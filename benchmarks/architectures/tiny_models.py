@@ -156,6 +156,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "efficientnet": {"num_blocks": 4, "width_coefficient": 0.25, "depth_coefficient": 0.3},
     "align": {"vision_config": {"width_coefficient": 0.25, "depth_coefficient": 0.3}},
     "wav2vec2-bert": {"feature_projection_input_dim": 80},
+    "swin": {"num_heads": [2, 2, 4, 4], "window_size": 2, "image_size": 64},
 }
 
 

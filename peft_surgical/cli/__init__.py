@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from peft_surgical.cli import adapters, checkpoints, demo, evaluate, plan, predict, rank, train
+from peft_surgical.cli import adapters, checkpoints, demo, plan, train, trained
 from peft_surgical.cli.common import as_command
 from peft_surgical.training.job import job_options
 
@@ -35,11 +35,11 @@ def _command(
 
 
 for name, command in {
-    "rank": as_command(rank.rank, rank.JOB_FIELDS, rank.DEFAULTS),
+    "rank": as_command(plan.rank, plan.RANK_FIELDS, plan.RANK_DEFAULTS),
     "plan": as_command(plan.plan, job_options(), {"output": ""}),
     "train": as_command(train.train, job_options()),
-    "evaluate": as_command(evaluate.evaluate),
-    "predict": as_command(predict.predict),
+    "evaluate": as_command(trained.evaluate),
+    "predict": as_command(trained.predict),
     "inspect": as_command(adapters.inspect),
     "diff": as_command(checkpoints.diff),
     "merge": as_command(checkpoints.merge),

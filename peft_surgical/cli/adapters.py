@@ -33,8 +33,7 @@ def inspect(
 
     if len(adapters) > 2:
         raise ValueError(f"{len(adapters)} adapters were given; allowed are one, or two to compare.")
-    if html is not None:
-        check_writable("--html", html, (".html",))
+    check_writable("--html", html, (".html",))
     alone = len(adapters) == 1
     found: Any = inspect_adapter(adapters[0]) if alone else compare_adapters(adapters[0], adapters[1], base)
     console.print(str(found), markup=False, soft_wrap=True)

@@ -45,8 +45,7 @@ def diff(
 
     check_writable("--output", output)
     check_plot("--plot", plot)
-    if html is not None:
-        check_writable("--html", html, (".html",))
+    check_writable("--html", html, (".html",))
     found = diff_checkpoints(
         base,
         tuned,

@@ -53,14 +53,8 @@ def as_command(
 ) -> Callable[..., None]:
     """A function as Typer takes it, with the library loaded and errors shown as messages when it is called.
 
-    Args:
-        function: Takes a console first, and a job second if its fields are options. Its other parameters are the
-            command's options.
-        of_job: The fields of `TrainingJob` that are options too.
-        defaults: What the command sets in a job that is not told otherwise.
-
-    Returns:
-        The function with `--quiet` in place of the console.
+    It takes a console, which becomes `--quiet`, a job if there are fields of it that are options, with the command's
+    own defaults, and the command's other options.
     """
 
     def run(*, quiet: bool, **options: Any) -> None:
@@ -228,7 +222,7 @@ def show_ranking(console: Console, run: TrainingRun) -> None:
 
 def show_tried(console: Console, tried: dict[str, Any]) -> None:
     """Show the choices of layers that are tried in turn, and what came of them so far."""
-    from peft_surgical.training.results import describe_tried
+    from peft_surgical.training.progress import describe_tried
 
     console.print(f"\nChoices of layers, and the best {tried['metric']} of each on the rows that choose:")
     console.print(describe_tried(tried), markup=False, soft_wrap=True)
@@ -242,16 +236,8 @@ def show_metrics(
     majority: Mapping[str, Any] | None,
     base: Mapping[str, float] | None = None,
 ) -> None:
-    """Show metrics, the number and the name of the rows they are of, and beside them what is reached for nothing.
-
-    Args:
-        console: Where.
-        metrics: The metrics by name.
-        count: The number of rows.
-        rows: What the rows are, in words.
-        majority: The metrics of the most frequent class.
-        base: The metrics of the base model.
-    """
+    """Show metrics, the number of the rows that they are of and what these are in words, and beside them what is
+    reached for nothing: by the most frequent class, or the base model."""
     console.print(f"\n{count:,} rows: {rows}")
     named = f"always {majority['label']!r}" if majority else "base model"
     beside = majority or base or {}

@@ -64,9 +64,6 @@ def job_of_options(options: dict[str, Any], names: Collection[str], defaults: Ma
 
     What is given comes first, then what the file of `--config` says, then, if a run is resumed, its job, then the
     command's own defaults.
-
-    Raises:
-        ValueError: A text cannot be read, or what is required is missing; the message names all of it.
     """
     context, base, config = options.pop("context"), options.pop("base"), options.pop("config", None)
     given = {name: options.pop(name) for name in names}
@@ -85,11 +82,7 @@ def job_of_options(options: dict[str, Any], names: Collection[str], defaults: Ma
 
 
 def read_job_fields(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a `TrainingJob` from a command's options, read from text where the option holds some.
-
-    Raises:
-        ValueError: A text cannot be read; the message names the option.
-    """
+    """The fields of a `TrainingJob` from a command's options, read from text where the option holds some."""
     fields = {}
     for name, value in options.items():
         if name in READERS and value is not None:
@@ -104,11 +97,7 @@ def read_job_fields(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_config(file: Path) -> dict[str, Any]:
-    """The fields of a `TrainingJob` that a YAML file has, under their names or as the command line writes them.
-
-    Raises:
-        ValueError: There is no such file, it has something else, or a value of another type.
-    """
+    """The fields of a `TrainingJob` that a YAML file has, under their names or as the command line writes them."""
     import yaml
 
     try:
@@ -169,16 +158,7 @@ def read_layers(text: str) -> str | tuple[int | str, ...]:
 
 
 def read_depth(text: str) -> int | float:
-    """Read a layer's index, or a fraction of the depth.
-
-    Raises:
-        ValueError: The text is neither.
-
-    Example:
-
-        >>> read_depth("4"), read_depth("0.2")
-        (4, 0.2)
-    """
+    """Read a layer's index, or a fraction of the depth."""
     try:
         return int(text) if text.lstrip("-").isdigit() else float(text)
     except ValueError:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import islice
 from typing import Any
 
@@ -16,132 +18,145 @@ from peft_surgical.fisher.batches import LABELS, Batch, PadRight, forward_names,
 Collator = Callable[[list[Any]], Mapping[str, Any]]
 
 
-def draw_batches(
-    data: Any,
-    model: nn.Module,
-    *,
-    num_samples: int,
-    batch_size: int = 16,
-    data_collator: Collator | None = None,
-    seed: int = 0,
-    rank: int = 0,
-    world_size: int = 1,
-    prepared: bool = False,
-) -> Iterator[Batch]:
-    """Draw samples and put them in batches of like length, that of the longest first, padded on the right.
+@dataclass(frozen=True)
+class Draw:
+    """Some samples of data, drawn at random where the length of the data is known.
 
-    Samples are drawn at random where the length of the data is known. Any other loader is read in its own order and
-    batches, no further than needed. Each process gets a part. Samples that a batch packs end to end are in batches of
-    their own. The collator of `prepared` data gets all columns.
+    Any other loader is read in its own order and batches, no further than needed. Each process gets a part. `prepared`
+    data are a trainer's: their collator gets all columns.
     """
-    if isinstance(data, DataLoader) and not _only_walks(data):
-        _check_positive(num_samples=num_samples)
-        yield from _read_loader(data, model, num_samples, rank, world_size)
-        return
-    rows, collate, drawn = _draw(data, model, num_samples, batch_size, data_collator, seed)
-    names = forward_names(model)
-    features = [(i, _feature(rows[place], model, prepared)) for i, place in enumerate(drawn)]
-    features.sort(key=lambda pair: _length(pair[1]), reverse=True)
-    features = features[rank::world_size]
 
-    def batch(part: Sequence[tuple[int, Any]]) -> Batch:
-        return Batch(_named(collate([f for _, f in part]), model), tuple(i for i, _ in part))
+    data: Any
+    model: nn.Module
+    num_samples: int
+    data_collator: Collator | None = None
+    seed: int = 0
+    rank: int = 0
+    world_size: int = 1
+    prepared: bool = False
 
-    for first in range(0, len(features), batch_size):
-        part = features[first : first + batch_size]
-        together = batch(part)
-        packed = len(part) > 1 and _find_packed(together.inputs, len(part))
-        yield from (padded_right(b, names) for b in ([batch([one]) for one in part] if packed else [together]))
+    def batches(self, batch_size: int = 16) -> Iterator[Batch]:
+        """Put samples in batches of like length, that of the longest first, padded on the right. Those that a batch
+        packs end to end are in batches of their own."""
+        if isinstance(self.data, DataLoader) and not _only_walks(self.data):
+            yield from self._read_loader()
+            return
+        rows, collate, drawn = self._draw(self.num_samples, batch_size)
+        features = [(i, self._feature(rows[place])) for i, place in enumerate(drawn)]
+        features.sort(key=lambda pair: _length(pair[1]), reverse=True)
+        features = features[self.rank :: self.world_size]
 
+        def batch(part: Sequence[tuple[int, Any]]) -> Batch:
+            return Batch(_named(collate([f for _, f in part]), self.model), tuple(i for i, _ in part))
 
-def draw_apart(
-    data: Any,
-    model: nn.Module,
-    *,
-    num_samples: int,
-    rows: int | None = None,
-    data_collator: Collator | None = None,
-    seed: int = 0,
-    rank: int = 0,
-    world_size: int = 1,
-    prepared: bool = False,
-) -> Iterator[Batch]:
-    """Draw samples, each a batch of its own, for a loss that is computed for one sample at a time.
+        for first in range(0, len(features), batch_size):
+            part = features[first : first + batch_size]
+            together = batch(part)
+            packed = len(part) > 1 and _find_packed(together.inputs, len(part))
+            yield from (
+                padded_right(b, self._names) for b in ([batch([one]) for one in part] if packed else [together])
+            )
 
-    With a number of `rows` a whole batch is one sample: of so many rows, or as a loader makes it. `prepared` data are
-    a trainer's: their batches are taken as they come, with all columns and padding.
-    """
-    if isinstance(data, DataLoader) and (rows or not _only_walks(data)):
-        _check_positive(num_samples=num_samples)
-        split = world_size > 1 and _is_split(data)
-        for number, inputs in enumerate(data if split else islice(data, num_samples)):
-            own = rank + world_size * number if split else number
-            if own >= num_samples:
-                return
-            if rows is None and (count := _count_samples(_named(inputs, model))) > 1:
+    def apart(self, rows: int | None = None) -> Iterator[Batch]:
+        """Make each sample a batch of its own, for a loss that is computed for one sample at a time.
+
+        With a number of `rows` a whole batch is one sample: of so many rows, or as a loader makes it. Batches of
+        `prepared` data are taken as they come, with all columns and padding.
+        """
+        if isinstance(self.data, DataLoader) and (rows or not _only_walks(self.data)):
+            _check_positive(num_samples=self.num_samples)
+            split = self.world_size > 1 and _is_split(self.data)
+            for number, inputs in enumerate(self.data if split else islice(self.data, self.num_samples)):
+                own = self.rank + self.world_size * number if split else number
+                if own >= self.num_samples:
+                    return
+                if rows is None and (count := _count_samples(_named(inputs, self.model))) > 1:
+                    raise ValueError(
+                        f"The DataLoader gives {count} samples at a time, and the loss is that of one sample by "
+                        "itself. Give it batch_size=1, or rank by whole batches with unit='batch'."
+                    )
+                if split or number % self.world_size == self.rank:
+                    yield self._apart(inputs, own, rows is not None)
+            return
+        size = rows or 1
+        features, collate, drawn = self._draw(self.num_samples * size, size)
+        groups = [drawn[first : first + size] for first in range(0, len(drawn), size)]
+        if len(groups) > 1 and len(groups[-1]) < len(groups[0]):
+            groups.pop()
+        for number in range(self.rank, len(groups), self.world_size):
+            inputs = collate([self._feature(features[place]) for place in groups[number]])
+            yield self._apart(inputs, number, rows is not None)
+
+    @cached_property
+    def _names(self) -> set[str] | None:
+        return forward_names(self.model)
+
+    def _apart(self, inputs: Any, number: int, whole: bool) -> Batch:
+        if self.prepared and isinstance(inputs, Mapping):
+            return Batch(dict(inputs), (number,))
+        batch = Batch(_named(inputs, self.model), (number,))
+        return batch if whole else padded_right(batch, self._names)
+
+    def _draw(self, count: int, batch_size: int) -> tuple[Any, Collator, list[int]]:
+        """Rows, what makes a batch of them, and the places of those that are drawn."""
+        _check_positive(num_samples=self.num_samples, batch_size=batch_size)
+        data, collator = self.data, self.data_collator
+        if isinstance(self.data, DataLoader):
+            data, collator = self.data.dataset, self.data.collate_fn
+        has_places = hasattr(data, "__getitem__") and hasattr(data, "__len__")
+        if isinstance(data, (str, bytes, Mapping)) or not (has_places or isinstance(data, Iterable)):
+            raise TypeError(
+                f"data is a {type(data).__name__}; allowed are a datasets.Dataset, a sequence or an iterable of "
+                "feature dicts or of pairs (x, y), each a sample, or a DataLoader, whose items are batches."
+            )
+        if not has_places:
+            data = list(islice(data, count))
+        if not len(data):
+            raise ValueError("data holds no samples.")
+        drawn = torch.randperm(len(data), generator=torch.Generator().manual_seed(self.seed))[:count].tolist()
+        return data, collator or PadRight(self.model), drawn
+
+    def _feature(self, row: Any) -> Any:
+        """A row as a collator gets it, without the columns that the model's forward does not take."""
+        if not isinstance(row, Mapping) or self.prepared:
+            return dict(row) if isinstance(row, Mapping) else row
+        kept = {k: v for k, v in row.items() if self._names is None or k in self._names or k in LABELS}
+        if not kept:
+            raise ValueError(
+                f"A sample has the columns {sorted(row)}, and the model's forward takes none of them: it takes "
+                f"{sorted(self._names or ())}. Tokenize the data first, or rename the columns."
+            )
+        return kept
+
+    def _read_loader(self) -> Iterator[Batch]:
+        """Read a loader in its order. One that is not split among processes is split here, batch by batch."""
+        _check_positive(num_samples=self.num_samples)
+        split, seen, wanted, world = _is_split(self.data), 0, self.num_samples, self.world_size
+        if world > 1 and split:
+            wanted = wanted // world + (self.rank < wanted % world)
+        for number, inputs in enumerate(self.data):
+            inputs = _named(inputs, self.model)
+            whole = _count_samples(inputs)
+            packed = _find_packed(inputs, whole)
+            if whole > 1 and packed:
                 raise ValueError(
-                    f"The DataLoader gives {count} samples at a time, and the loss is that of one sample by itself. "
-                    "Give it batch_size=1, or rank by whole batches with unit='batch'."
+                    f"The DataLoader gives {whole} samples with {len(inputs[packed])} rows of {packed}, and nothing "
+                    "tells whose they are. Give it batch_size=1."
                 )
-            if split or number % world_size == rank:
-                yield _apart(inputs, own, model, rows is not None, prepared)
-        return
-    features, collate, drawn = _draw(data, model, num_samples * (rows or 1), rows or 1, data_collator, seed)
-    groups = [drawn[first : first + (rows or 1)] for first in range(0, len(drawn), rows or 1)]
-    if len(groups) > 1 and len(groups[-1]) < len(groups[0]):
-        groups.pop()
-    for number in range(rank, len(groups), world_size):
-        inputs = collate([_feature(features[place], model, prepared) for place in groups[number]])
-        yield _apart(inputs, number, model, rows is not None, prepared)
-
-
-def _apart(inputs: Any, number: int, model: nn.Module, whole: bool, prepared: bool) -> Batch:
-    if prepared and isinstance(inputs, Mapping):
-        return Batch(dict(inputs), (number,))
-    batch = Batch(_named(inputs, model), (number,))
-    return batch if whole else padded_right(batch, forward_names(model))
-
-
-def _draw(
-    data: Any, model: nn.Module, num_samples: int, batch_size: int, collator: Collator | None, seed: int
-) -> tuple[Any, Collator, list[int]]:
-    """Rows, what makes a batch of them, and the places of those that are drawn."""
-    _check_positive(num_samples=num_samples, batch_size=batch_size)
-    if isinstance(data, DataLoader):
-        data, collator = data.dataset, data.collate_fn
-    has_places = hasattr(data, "__getitem__") and hasattr(data, "__len__")
-    if isinstance(data, (str, bytes, Mapping)) or not (has_places or isinstance(data, Iterable)):
-        raise TypeError(
-            f"data is a {type(data).__name__}; allowed are a datasets.Dataset, a sequence or an iterable of feature "
-            "dicts or of pairs (x, y), each a sample, or a DataLoader, whose items are batches."
-        )
-    if not has_places:
-        data = list(islice(data, num_samples))
-    if not len(data):
-        raise ValueError("data holds no samples.")
-    generator = torch.Generator().manual_seed(seed)
-    drawn = torch.randperm(len(data), generator=generator)[:num_samples].tolist()
-    return data, collator or PadRight(model), drawn
+            size = min(whole, wanted - seen)
+            offset, stride = (self.rank, world) if split else (0, 1)
+            index = tuple(offset + stride * (seen + i) for i in range(whole))
+            if split or number % world == self.rank:
+                yield padded_right(Batch(inputs, index).select(0, size), self._names)
+            seen += size
+            if seen >= wanted:
+                return
 
 
 def _check_positive(**numbers: int) -> None:
     for name, value in numbers.items():
         if not isinstance(value, int) or value < 1:
             raise ValueError(f"{name}={value!r}; allowed are integers from 1 on.")
-
-
-def _feature(row: Any, model: nn.Module, prepared: bool) -> Any:
-    """A row as a collator gets it, without the columns that the model's forward does not take."""
-    if not isinstance(row, Mapping) or prepared:
-        return dict(row) if isinstance(row, Mapping) else row
-    names = forward_names(model)
-    kept = {k: v for k, v in row.items() if names is None or k in names or k in LABELS}
-    if not kept:
-        raise ValueError(
-            f"A sample has the columns {sorted(row)}, and the model's forward takes none of them: it takes "
-            f"{sorted(names or ())}. Tokenize the data first, or rename the columns."
-        )
-    return kept
 
 
 def _length(feature: Any) -> int:
@@ -195,28 +210,3 @@ def _only_walks(loader: DataLoader) -> bool:
 def _is_split(loader: Iterable[Any]) -> bool:
     """Whether a loader gives each process batches of its own."""
     return type(loader) is not DataLoader or type(getattr(loader, "sampler", None)).__name__ == "DistributedSampler"
-
-
-def _read_loader(loader: Iterable[Any], model: nn.Module, num_samples: int, rank: int, world: int) -> Iterator[Batch]:
-    """Read a loader in its order. One that is not split among processes is split here, batch by batch."""
-    split = _is_split(loader)
-    seen, names = 0, forward_names(model)
-    if world > 1 and split:
-        num_samples = num_samples // world + (rank < num_samples % world)
-    for number, inputs in enumerate(loader):
-        inputs = _named(inputs, model)
-        whole = _count_samples(inputs)
-        packed = _find_packed(inputs, whole)
-        if whole > 1 and packed:
-            raise ValueError(
-                f"The DataLoader gives {whole} samples with {len(inputs[packed])} rows of {packed}, and nothing tells "
-                "whose they are. Give it batch_size=1."
-            )
-        size = min(whole, num_samples - seen)
-        offset, stride = (rank, world) if split else (0, 1)
-        index = tuple(offset + stride * (seen + i) for i in range(whole))
-        if split or number % world == rank:
-            yield padded_right(Batch(inputs, index).select(0, size), names)
-        seen += size
-        if seen >= num_samples:
-            return

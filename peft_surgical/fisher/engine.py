@@ -42,8 +42,7 @@ class Progress:
     """Shows how far a measurement is, if it is to be shown."""
 
     def __init__(self, shown: bool = False):
-        self._shown = shown
-        self._bar: tqdm | None = None
+        self._shown, self._bar = shown, tqdm(disable=True)
 
     def expect(self, steps: int, unit: str) -> None:
         """There will be so many steps."""
@@ -52,13 +51,11 @@ class Progress:
 
     def advance(self, steps: int) -> None:
         """So many steps more are done."""
-        if self._bar is not None:
-            self._bar.update(steps)
+        self._bar.update(steps)
 
     def close(self) -> None:
         """Nothing more will be done."""
-        if self._bar is not None:
-            self._bar.close()
+        self._bar.close()
 
 
 @dataclass(frozen=True)

@@ -51,12 +51,10 @@ class _Use:
 
 
 class GradientListener:
-    """A context in which the targets of a model are listened to while it runs on a batch.
+    """A context in which the targets of a model are listened to while it runs on a batch of samples.
 
     Args:
-        targets: The targets.
         sinks: The sum of each parameter, by the parameter's `id`.
-        samples: Number of samples in the batch.
         tokens: Tokens of each sample, padding included; 0 if it has none.
         lengths: Tokens of each sample, (N,), if those after them are padding and so have no gradient. Where a module
             sees `tokens` tokens, they are skipped.

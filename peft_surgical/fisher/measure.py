@@ -53,7 +53,7 @@ def layer_fisher(
     progress: Progress | None = None,
     verify: bool = True,
 ) -> FisherMeasurement:
-    """Measure the diagonal Fisher of layers, from `resolve_layers`, on batches from `draw_batches`, with an objective
+    """Measure the diagonal Fisher of layers, from `resolve_layers`, on batches from a `Draw`, with an objective
     from `make_objective`.
 
     Nothing about the model is changed, whatever happens. In a distributed run each process goes through its own

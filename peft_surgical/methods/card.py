@@ -33,19 +33,12 @@ _TRAINED = {
 
 @dataclass
 class AdapterCard:
-    """Where the card of an adapter lies, and what the adapter's config does not say.
-
-    Args:
-        folder: The card's folder.
-        adapter_name: PEFT saves the adapter `"default"` in this folder, any other in a folder of its name inside.
-        base_class: The class of the base model.
-        is_saved: Whether the adapter has been saved there.
-    """
+    """Where the card of an adapter lies, and what the adapter's config does not say."""
 
     folder: Path
-    adapter_name: str
+    adapter_name: str  # PEFT saves the adapter "default" in this folder, any other in a folder of its name inside
     base_class: type
-    is_saved: bool = False
+    is_saved: bool = False  # the adapter has been saved there
 
     @property
     def subfolder(self) -> str:
@@ -116,17 +109,9 @@ def loading_code(
     subfolder: str = "",
     tools: Sequence[str] = (),
 ) -> str:
-    """Python that loads a base model and the adapter in the present folder.
-
-    Args:
-        base_class: The base's class, or the name of one of transformers.
-        base: The base's name or path; None if it is not known.
-        revision: The base's revision.
-        method: The adapter's method, if it is one of this package.
-        options: Further arguments for loading the base.
-        subfolder: Where the adapter lies, if not in the folder itself.
-        tools: Other names to import from transformers.
-    """
+    """Python that loads a base model, whose class or the name of one of transformers is given, with further options,
+    and the adapter in the present folder or a subfolder. `method` is the adapter's, if it is one of this package;
+    `tools` are other names to import from transformers."""
     name = base_class if isinstance(base_class, str) else base_class.__name__
     revision = f", revision={_quoted(revision)}" if revision else ""
     load = f"{name}.from_pretrained({_quoted(base)}{revision}{options})"

@@ -72,40 +72,31 @@ class LoraCombination:
         united.rank_pattern, united.alpha_pattern, united.use_rslora = {}, {}, False
         united.init_lora_weights = True
 
-    def combine(
-        self, tuner: Any, layer: LoraLayer, adapters: Sequence[str], weights: Sequence[float], adapter_name: str
-    ) -> None:
-        """Write the combination of adapters into the matrices of another adapter."""
+    def combine(self, tuner: Any, layer: LoraLayer, weights: Mapping[str, float], adapter_name: str) -> None:
+        """Write the combination of adapters, by their weights, into the matrices of another adapter."""
         a, b = _matrices(layer, adapter_name)
-        chosen = [(name, weight) for name, weight in zip(adapters, weights, strict=True) if name in layer.r]
-        for target, source in zip((a, b), _matrices(layer, chosen[0][0]), strict=True):
+        chosen = {name: weight for name, weight in weights.items() if name in layer.r}
+        for target, source in zip((a, b), _matrices(layer, next(iter(chosen))), strict=True):
             target.data = target.data.to(source.dtype)  # PEFT makes new ones in the base's
-        if sum(layer.r[name] for name, _ in chosen) <= layer.r[adapter_name] and self.kind in ("linear", "cat", "svd"):
+        rank = layer.r[adapter_name]
+        if sum(layer.r[name] for name in chosen) <= rank and self.kind in ("linear", "cat", "svd"):
             _put_side_by_side(layer, chosen, a, b)
             return
         kind = "svd" if self.kind in ("linear", "svd") else f"{self.kind.removesuffix('_svd')}_svd"
         made = tuner._svd_generalized_task_arithmetic_weighted_adapter(
-            kind,
-            [name for name, _ in chosen],
-            [weight for _, weight in chosen],
-            layer.r[adapter_name],
-            layer,
-            a,
-            b,
-            self.density,
-            self.majority_sign_method,
+            kind, [*chosen], [*chosen.values()], rank, layer, a, b, self.density, self.majority_sign_method,
             **{"clamp": None, **(self.svd or {})},
-        )
+        )  # fmt: skip
         a.data, b.data = (matrix.to(target.dtype) for matrix, target in zip(made, (a, b), strict=True))
 
 
 def _put_side_by_side(
-    layer: LoraLayer, chosen: Sequence[tuple[str, float]], target_a: torch.Tensor, target_b: torch.Tensor
+    layer: LoraLayer, weights: Mapping[str, float], target_a: torch.Tensor, target_b: torch.Tensor
 ) -> None:
     target_a.data.zero_()
     target_b.data.zero_()
     start = 0
-    for name, weight in chosen:
+    for name, weight in weights.items():
         a, b = _matrices(layer, name)
         rows = slice(start, start + a.shape[0])
         target_a.data[rows] = a.data * (weight * layer.scaling[name])
@@ -122,6 +113,7 @@ def _matrices(layer: LoraLayer, adapter_name: str) -> tuple[torch.Tensor, torch.
 
 
 COMBINATIONS = ("linear", "ties", "dare_linear", "dare_ties", "magnitude_prune")
+Combine = Callable[..., torch.Tensor]  # makes one of several differences and their weights
 
 
 def add_weighted_adapter(
@@ -140,6 +132,7 @@ def add_weighted_adapter(
     """
     combine = _combination(combination_type, density, majority_sign_method)
     _check(tuner, adapters, weights, adapter_name)
+    by_name = dict(zip(adapters, weights, strict=True))
     united = united_config(tuner, {name: tuner.peft_config[name] for name in adapters})
     if lora is not None:
         lora.set_rank(united, [tuner.peft_config[name] for name in adapters])
@@ -152,11 +145,11 @@ def add_weighted_adapter(
     with torch.no_grad():
         for module in tuner.model.modules():
             if isinstance(module, TunedModule) and adapter_name in module.tuned:
-                _combine_copies(module, adapters, weights, adapter_name, combine)
+                _combine_copies(module, by_name, adapter_name, combine)
             elif isinstance(module, ModulesToSaveWrapper) and adapter_name in module.modules_to_save:
-                _combine_heads(module, adapters, weights, adapter_name, combine)
+                _combine_heads(module, by_name, adapter_name, combine)
             elif isinstance(module, LoraLayer) and adapter_name in module.r and lora is not None:
-                lora.combine(tuner, module, adapters, weights, adapter_name)
+                lora.combine(tuner, module, by_name, adapter_name)
 
 
 def united_config(tuner: Any, configs: Mapping[str, Any]) -> Any:
@@ -194,7 +187,7 @@ def _columns(resolution: Resolution) -> set[tuple[str, tuple[int, ...]]]:
     return {(path, tuple(columns)) for path, columns in resolution.columns.items()}
 
 
-def _combination(kind: str, density: float | None, majority_sign_method: str) -> Callable[..., torch.Tensor]:
+def _combination(kind: str, density: float | None, majority_sign_method: str) -> Combine:
     if kind not in COMBINATIONS:
         raise ValueError(f"combination_type={kind!r}: allowed are {', '.join(COMBINATIONS)}.")
     if kind == "linear":
@@ -221,42 +214,26 @@ def _check(tuner: Any, adapters: Sequence[str], weights: Sequence[float], adapte
             raise ValueError(f"{name} is a {type(module).__name__}, whose adapters cannot be combined.")
 
 
-def _combine_copies(
-    module: TunedModule,
-    adapters: Sequence[str],
-    weights: Sequence[float],
-    adapter_name: str,
-    combine: Callable[..., torch.Tensor],
-) -> None:
-    entry = module.tuned[adapter_name]
+def _combine_copies(module: TunedModule, weights: Mapping[str, float], adapter_name: str, combine: Combine) -> None:
+    entry, tuned = module.tuned[adapter_name], module.tuned
     for name in entry.names:
-        sources = [
-            (module.tuned[a][name], w)
-            for a, w in zip(adapters, weights, strict=True)
-            if a in module.tuned and name in module.tuned[a]
-        ]
+        sources = [(tuned[a][name], w) for a, w in weights.items() if a in tuned and name in tuned[a]]
         # a buffer is a statistic, in which nothing is to be pruned
         how = combine if isinstance(module.base_tensor(name), nn.Parameter) else merge_utils.task_arithmetic
         entry.put(name, _combined(module.original(name), sources, how))
 
 
 def _combine_heads(
-    wrapper: ModulesToSaveWrapper,
-    adapters: Sequence[str],
-    weights: Sequence[float],
-    adapter_name: str,
-    combine: Callable[..., torch.Tensor],
+    wrapper: ModulesToSaveWrapper, weights: Mapping[str, float], adapter_name: str, combine: Combine
 ) -> None:
     heads: Any = wrapper.modules_to_save
     base = wrapper.original_module.state_dict()
-    states = [(heads[a].state_dict(), w) for a, w in zip(adapters, weights, strict=True) if a in heads]
+    states = [(heads[a].state_dict(), w) for a, w in weights.items() if a in heads]
     for name, target in heads[adapter_name].state_dict(keep_vars=True).items():
         target.data = _combined(base[name], [(state[name], w) for state, w in states], combine)
 
 
-def _combined(
-    base: torch.Tensor, sources: Sequence[tuple[torch.Tensor, float]], combine: Callable[..., torch.Tensor]
-) -> torch.Tensor:
+def _combined(base: torch.Tensor, sources: Sequence[tuple[torch.Tensor, float]], combine: Combine) -> torch.Tensor:
     """The base plus the combined differences, in float64, so that weight 1 gives the adapter's own values."""
     if not base.is_floating_point():
         return sources[0][0].clone()

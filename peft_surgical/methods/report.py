@@ -119,18 +119,14 @@ def _frozen(layer: Layer | None, trained: Sequence[str]) -> tuple[str, ...]:
 
 def _readable(name: str, containers: Mapping[str, bool]) -> str:
     """A parameter's name without what adapters put in it; `containers` tells which of theirs hold copies."""
-    parts = base_path(name).replace("|", ".").split(".")
+    parts = iter(base_path(name).replace("|", ".").split("."))
     kept = []
-    skip_next = False
     for part in parts:
-        if skip_next:
-            skip_next = False
-        elif part in containers or part == "modules_to_save":
-            skip_next = True  # the adapter's name
-            if not containers.get(part, True):
-                kept.append(part)
-        else:
-            kept.append(part)
+        if part in containers or part == "modules_to_save":
+            next(parts, None)  # the adapter's name
+            if containers.get(part, True):
+                continue
+        kept.append(part)
     return ".".join(kept)
 
 

@@ -295,7 +295,5 @@ class DeltaTuner(SavedState, BaseTuner):
         """What is trained at present, layer by layer, and how far down the backward pass goes."""
         return tuning_report(self.model)
 
-    # ---- unloading
-
     def _unload_and_optionally_merge(self, *args: Any, **kwargs: Any) -> Any:
         return unload(self, *args, **kwargs)

@@ -117,7 +117,7 @@ def take_out_unfilled(tuner: Any, adapter_name: str) -> None:
     if not vars(config).pop("_is_unfilled", False):
         return
     if len(tuner.peft_config) == 1:
-        unload(tuner, False, False, False, None)
+        unload(tuner, merge=False)
     else:
         delete_adapter(tuner, adapter_name)
 
@@ -130,7 +130,7 @@ def whole_or_not_at_all(tuner: Any, adapter_name: str, present: Collection[int])
     except Exception:
         modules = [m for m in tuner.model.modules() if isinstance(m, (BaseTunerLayer, AuxiliaryTrainingWrapper))]
         if modules and not any(id(module) in present for module in modules):
-            unload(tuner, False, False, False, None)
+            unload(tuner, merge=False)
         for module in modules:
             for table in (getattr(module, name) for name in module.adapter_layer_names):
                 if adapter_name in table:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from peft_surgical.distributed import rank, world_size
 from peft_surgical.fisher.batches import Batch, forward_names
-from peft_surgical.fisher.draw import Collator, draw_apart, draw_batches
+from peft_surgical.fisher.draw import Collator, Draw
 from peft_surgical.fisher.engine import FisherTask, Runner
 from peft_surgical.fisher.guard import agree_with_loss
 from peft_surgical.fisher.model_state import same_random_numbers, untouched
@@ -138,14 +138,11 @@ def read_samples(
     if training is not None:
         data, data_collator = training.data(unit == "batch")
 
-    def draw(function: Callable[..., Iterator[Batch]], **options: Any) -> list[Batch]:
+    draw = Draw(data, model, num_samples, data_collator, seed, rank(), world_size(), prepared=training is not None)
+
+    def listed(batches: Iterator[Batch]) -> list[Batch]:
         with same_random_numbers(model.parameters(), seed), torch.inference_mode(False):
-            return list(
-                function(
-                    data, model, num_samples=num_samples, data_collator=data_collator, seed=seed, rank=rank(),
-                    world_size=world_size(), prepared=training is not None, **options,
-                )
-            )  # fmt: skip
+            return list(batches)
 
     of_loss: dict[str, Any] = {"labels": labels, "unit": unit, "draws": draws, "ignore_index": ignore_index}
     usual = {"labels": "given", "unit": unit if unit == "batch" else "sequence", "draws": 1, "ignore_index": IGNORED}
@@ -154,7 +151,7 @@ def read_samples(
         objective: Objective | None = None
         try:
             objective = make_objective(model, seed=seed, log_likelihood=log_likelihood, **of_loss)
-            batches = draw(draw_batches, batch_size=batch_size)
+            batches = listed(draw.batches(batch_size))
             if isinstance(objective, TaskObjective) and verify:
                 with untouched(model, seed):
                     objective = agree_with_loss(Runner(FisherTask(model, layers, objective)), batches)
@@ -170,5 +167,5 @@ def read_samples(
             "log_likelihood=, a function (outputs, batch) -> (N,)."
         )
     loss = own_loss(model) if training is None else training.loss
-    batches = draw(draw_apart, rows=batch_size if unit == "batch" else None)
+    batches = listed(draw.apart(batch_size if unit == "batch" else None))
     return LossObjective(loss, model, seed, of_batches=unit == "batch"), batches

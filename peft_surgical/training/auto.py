@@ -28,14 +28,8 @@ from peft_surgical.training.options import write_text
 def try_layers(run: Any, begin: Callable[[Any], object]) -> None:
     """Train each choice of layers in a run of its own, and give `run` the model and the trainer of the best.
 
-    Nothing is measured on the evaluation rows. A choice that was trained to its end is not trained again.
-
-    Args:
-        run: The `TrainingRun` of a job with `layers="auto"`; what is tried stands in its `tried`.
-        begin: Called with the run of each choice before it trains.
-
-    Raises:
-        ValueError: Training diverged with every choice.
+    Nothing is measured on the evaluation rows. A choice that was trained to its end is not trained again. `begin` is
+    called with the run of each choice before it trains; what is tried stands in `run.tried`.
     """
     job, file = run.job, run.folder / TRIED / "tried.json"
     choices: dict[str, dict[str, Any]] = {}

@@ -20,13 +20,11 @@ from torch import nn
 from peft_surgical.layers import unwrap
 from peft_surgical.methods.card import CARD_FILE, TAG, AdapterCard, loading_code, place_of
 from peft_surgical.methods.config import DeltaConfig
-from peft_surgical.ranking.ranking import LayerRanking
-from peft_surgical.training.data import Parts
 from peft_surgical.training.job import JOB_FILE, TrainingJob
 from peft_surgical.training.kinds import CAUSAL_LM
 from peft_surgical.training.methods import METHODS
 from peft_surgical.training.options import check_writable
-from peft_surgical.training.results import describe_tried
+from peft_surgical.training.progress import describe_tried
 
 
 logger = logging.getLogger(__name__)
@@ -39,13 +37,7 @@ TRIED = "tried"
 
 def check_folder(job: TrainingJob, *, resume: bool = False, overwrite: bool = False) -> dict[str, Any] | None:
     """Make sure that a job may write its folder: a new one, or to resume its own, or to overwrite that of any job.
-
-    Returns:
-        The results of the run that is to be resumed, if it is finished and the job asks for no more.
-
-    Raises:
-        ValueError: It may not; the message says what to do.
-    """
+    Gives the results of the run that is to be resumed, if it is finished and the job asks for no more."""
     folder = Path(job.output)
     if resume and overwrite:
         raise ValueError("--resume goes on with what is in the folder and --overwrite empties it. Drop one.")
@@ -117,15 +109,9 @@ def remove_checkpoints(folder: Path) -> None:
         folder.rmdir()
 
 
-def write_model_card(
-    folder: str | Path,
-    job: TrainingJob,
-    parts: Parts,
-    results: dict[str, Any],
-    ranking: LayerRanking | None,
-    model: nn.Module,
-) -> None:
-    """Write `README.md` into the folder of a trained model; `results` is the content of `metrics.json`."""
+def write_model_card(run: Any, results: dict[str, Any]) -> None:
+    """Write `README.md` into the folder of a `TrainingRun`; `results` is the content of `metrics.json`."""
+    job, parts, ranking = run.job, run.prepared.parts, run.ranking
     is_language = results["task"]["kind"] == CAUSAL_LM
     task, evaluation, training = results["task"], results["evaluation"], results["training"]
     metrics = {name: value for name, value in evaluation.items() if name not in ("rows", "samples")}
@@ -180,7 +166,7 @@ Measured on {evaluation["samples"]:,} rows: {evaluation["rows"]}.
 
 Trained on {training["samples"]:,} {training["rows"]}. {describe_selection(results)}{notes}
 
-{_use(Path(folder), job, task, model)}
+{_use(run.folder, job, task, run.model)}
 
 ## Exact configuration
 
@@ -190,7 +176,7 @@ Trained on {training["samples"]:,} {training["rows"]}. {describe_selection(resul
 
 Made with {", ".join(f"{name} {number}" for name, number in results["versions"].items())}.
 """
-    (Path(folder) / CARD_FILE).write_text(text, encoding="utf-8")
+    (run.folder / CARD_FILE).write_text(text, encoding="utf-8")
 
 
 def share(part: float, whole: float) -> str:

@@ -47,11 +47,7 @@ def max_length(job: TrainingJob, tokenizer: Any, model: nn.Module, default: int 
 
 
 def load_tokenizer(model: str) -> Any:
-    """The tokenizer of a model; one without a padding token pads with its end-of-text token.
-
-    Raises:
-        ValueError: There is no such tokenizer.
-    """
+    """The tokenizer of a model; one without a padding token pads with its end-of-text token."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(model)
     except (OSError, ValueError) as error:
@@ -66,12 +62,8 @@ def load_classifier(
 ) -> tuple[nn.Module, list[str]]:
     """Load a base model with a head for a task, which `seed` draws if it is new. No labels are regression.
 
-    Returns:
-        The model, and the modules that belong to the task: the head, and whatever else the checkpoint has no weights
-        for. They have to be trained and saved with the task.
-
-    Raises:
-        ValueError: There is no such model.
+    With it come the modules that have to be trained and saved with the task: the head, and whatever else the
+    checkpoint has no weights for.
     """
     names = dict(enumerate(map(str, labels)))
     options = {"id2label": names, "label2id": {n: i for i, n in names.items()}} if labels else {"num_labels": 1}

@@ -22,22 +22,9 @@ _SHARD = re.compile(r"-\d{5}-of-\d{5}$")
 
 
 def read_splits(data: str, *, subset: str | None = None, encoding: str = "utf-8") -> dict[str, Dataset]:
-    """Read labelled data.
-
-    Args:
-        data: A .parquet, .csv, .tsv, .jsonl or .json file; a folder of such files, each named after its split
-            (`train.parquet`, `validation.csv`, shards such as `train-00000-of-00002.parquet`); a folder written by
-            `save_to_disk`; or the name of a data set on the hub.
-        subset: Which of the subsets of a data set on the hub.
-        encoding: How the text of csv files is encoded.
-
-    Returns:
-        The data sets by split name. A single file is called after its name if that is the name of a split, else
-        `train`.
-
-    Raises:
-        ValueError: There is no such data, or it cannot be read.
-    """
+    """Read data sets by split name, from a .parquet, .csv, .tsv, .jsonl or .json file; a folder of such files, each
+    named after its split (`validation.csv`, `train-00000-of-00002.parquet`); a folder written by `save_to_disk`; or a
+    subset of a data set on the hub. A single file whose name is not that of a split is `train`."""
     path = Path(data).expanduser()
     if path.is_file():
         is_split = any(find_split([path.stem], role) for role in ("train", "validation", "test"))
@@ -52,9 +39,7 @@ def read_splits(data: str, *, subset: str | None = None, encoding: str = "utf-8"
 
 def find_split(splits: Mapping[str, Any] | Iterable[str], role: str) -> str | None:
     """The name of the split that plays a role: `"train"`, `"validation"` (also `dev`, `val`, `valid`) or `"test"`.
-
-    Returns:
-        The split of exactly that name, else the first one whose name starts so (`validation_matched`), else None.
+    That of exactly this name, else the first one that starts so, else None.
 
     Example:
 
@@ -69,33 +54,20 @@ def find_split(splits: Mapping[str, Any] | Iterable[str], role: str) -> str | No
 
 @dataclass(frozen=True)
 class Task:
-    """A task, read and put into one form.
+    """A task, read and put into one form."""
 
-    Args:
-        kind: `"classification"`, `"regression"` or `"causal-lm"`.
-        text_columns: The columns of the data that hold the text; of labelled text one or two.
-        label_column: The column of the data that holds the label; None for language models.
-        labels: Names of the classes in the order of their ids; empty for regression and language models.
-        unused_columns: Text columns of the data that the task does not read.
-        splits: Data sets with the columns `text`, for two texts also `text_pair`, and `labels`. Rows without a label
-            are left out, and so are splits without any. For language models, see `make_language_task`.
-        form: For language models, how a prompt is put: `"chat"`, `"instruction"` or `"text"`.
-    """
-
-    kind: str
-    text_columns: tuple[str, ...]
-    label_column: str | None
-    labels: tuple[str, ...]
-    unused_columns: tuple[str, ...]
+    kind: str  # "classification", "regression" or "causal-lm"
+    text_columns: tuple[str, ...]  # of the data; of labelled text one or two
+    label_column: str | None  # None for language models
+    labels: tuple[str, ...]  # names of the classes in the order of their ids; empty for the other kinds
+    unused_columns: tuple[str, ...]  # with text that the task does not read
     splits: Mapping[str, Dataset]
-    form: str = ""
+    """The rows with a label: their `text`, for two texts also `text_pair`, and `labels`. For language models, see
+    `make_language_task`."""
+    form: str = ""  # for language models, how a prompt is put: "chat", "instruction" or "text"
 
     def split(self, name: str) -> Dataset:
-        """The rows of a split.
-
-        Raises:
-            ValueError: There is no such split, or none of its rows has a label. The message lists the splits.
-        """
+        """The rows of a split; a `ValueError` that lists the splits if there is none of that name with labels."""
         if name not in self.splits:
             raise ValueError(
                 f"There are no labelled rows called {name!r}; the splits with labels are: {[*self.splits]}."
@@ -105,65 +77,43 @@ class Task:
 
 @dataclass(frozen=True)
 class Parts:
-    """The rows of a task by what they are used for.
+    """The rows of a task by what they are used for, and what they are in words."""
 
-    Args:
-        train: Rows that the layers are ranked on and the weights are fitted to.
-        selection: Rows that the best checkpoint is chosen on, if one is chosen.
-        evaluation: Rows that the final numbers are measured on.
-        train_name: What the training rows are, in words.
-        selection_name: What the selection rows are, in words.
-        evaluation_name: What the evaluation rows are, in words.
-        optimistic: Whether the selection rows are the evaluation rows, which makes the final numbers too good.
-        overlap: How many evaluation rows have a text that occurs in the training or selection rows too.
-    """
-
-    train: Dataset
-    selection: Dataset | None
-    evaluation: Dataset
+    train: Dataset  # the layers are ranked on these and the weights fitted to them
+    selection: Dataset | None  # the best checkpoint is chosen on these, if one is chosen
+    evaluation: Dataset  # the final numbers are measured on these
     train_name: str
     selection_name: str | None
     evaluation_name: str
-    optimistic: bool
-    overlap: int
+    optimistic: bool  # the selection rows are the evaluation rows, which makes the final numbers too good
+    overlap: int  # how many evaluation rows have a text that is in the training or selection rows too
 
 
-def split_rows(
-    task: Task,
-    *,
-    eval_split: str | None = None,
-    select_on: str = "held-out",
-    held_out: float = 0.1,
-    max_train_samples: int | None = None,
-    seed: int = 0,
-) -> Parts:
-    """Split the rows of a task into training, selection and evaluation rows, as the fields of `TrainingJob` say.
-
-    Raises:
-        ValueError: A split is missing, or is to be used for two things that exclude each other.
-    """
+def split_rows(task: Task, job: Any) -> Parts:
+    """Split the rows of a task into training, selection and evaluation rows, as a `TrainingJob` says."""
+    select_on, held_out = job.select_on, job.held_out
     train_name = find_split(task.splits, "train")
     if train_name is None:
         raise ValueError(f"There is no training split; the splits with labels are: {[*task.splits]}.")
-    for option, name in (("--eval-split", eval_split), ("--select-on", select_on)):
+    for option, name in (("--eval-split", job.eval_split), ("--select-on", select_on)):
         if name == train_name:
             raise ValueError(f"{option} {name}: these rows are trained on, so to measure on them would say nothing.")
     train = task.split(train_name)
-    eval_split = eval_split or find_split(task.splits, "validation") or find_split(task.splits, "test")
+    eval_split = job.eval_split or find_split(task.splits, "validation") or find_split(task.splits, "test")
     cut = f"{held_out:.0%} of the {train_name} split"
     if eval_split:
         evaluation, evaluation_name = task.split(eval_split), f"the {eval_split} split"
     else:
-        train, evaluation = train_test_split(train, held_out, seed)
+        train, evaluation = train_test_split(train, held_out, job.seed)
         evaluation_name = f"{cut}, cut off first"
     selection, selection_name = None, None
     if select_on == "held-out":
-        train, selection = train_test_split(train, held_out, seed + 1)
+        train, selection = train_test_split(train, held_out, job.seed + 1)
         selection_name = f"{held_out:.0%} of the training rows, held out"
     elif select_on != "none":
         selection, selection_name = task.split(select_on), f"the {select_on} split"
-    if max_train_samples is not None and max_train_samples < len(train):
-        train = train.shuffle(seed=seed).select(range(max_train_samples))
+    if job.max_train_samples is not None and job.max_train_samples < len(train):
+        train = train.shuffle(seed=job.seed).select(range(job.max_train_samples))
     return Parts(
         train,
         selection,
@@ -178,9 +128,6 @@ def split_rows(
 
 def train_test_split(data: Dataset, part: float, seed: int) -> tuple[Dataset, Dataset]:
     """Cut a random part off a split, with the same mix of classes where every class is frequent enough.
-
-    Raises:
-        ValueError: One of the two would be empty.
 
     Example:
 

@@ -21,10 +21,10 @@ from transformers import DataCollatorWithPadding, PrinterCallback, Trainer, Trai
 from peft_surgical.distributed import shard_by_layer, this_process
 from peft_surgical.training.card import METRICS_FILE
 from peft_surgical.training.common import Diverged, JointCheckpoints, load_tokenizer, load_trained, max_length
-from peft_surgical.training.data import Task, find_split, read_splits
+from peft_surgical.training.data import Task, find_split, read_splits, split_rows
 from peft_surgical.training.job import TrainingJob
 from peft_surgical.training.kinds import CAUSAL_LM
-from peft_surgical.training.prepare import require_metrics, require_trl, split_by_use
+from peft_surgical.training.prepare import require_metrics, require_trl
 from peft_surgical.training.tasks import encode, make_task
 
 
@@ -137,11 +137,7 @@ def evaluate(
 
 
 def read_run(folder: str | Path) -> tuple[TrainingJob, dict[str, Any]]:
-    """The job of a finished run, and what `metrics.json` says of its task.
-
-    Raises:
-        ValueError: The folder is not that of a finished run.
-    """
+    """The job of a finished run, and what `metrics.json` says of its task."""
     job = TrainingJob.load(folder)
     file = Path(folder) / METRICS_FILE
     if not file.exists():
@@ -189,17 +185,9 @@ def shared_arguments(job: TrainingJob) -> dict[str, Any]:
 def compute_metrics(outputs: Any, targets: Any) -> dict[str, float]:
     """Compare a model's outputs with the labels.
 
-    Args:
-        outputs: Logits (N, classes), or predicted amounts (N, 1) or (N,).
-        targets: Class ids (N,), or amounts (N,) of a floating type.
-
-    Returns:
-        For classes: `accuracy`; `f1` of the second class if there are two (as GLUE counts it for MRPC), else the plain
-        mean of the F1 of all classes; `matthews`, the Matthews correlation. For amounts: `pearson` and `spearman`
-        correlation, 0 where all predictions are equal and none is defined.
-
-    Raises:
-        ValueError: The outputs are not all finite.
+    Of logits (N, classes) and class ids (N,): `accuracy`; `f1` of the second class if there are two (as GLUE counts it
+    for MRPC), else the plain mean of the F1 of all classes; `matthews`, the Matthews correlation. Of predicted amounts
+    (N, 1) or (N,) and amounts (N,): `pearson` and `spearman` correlation, 0 where all are equal and none is defined.
 
     Example:
 
@@ -252,7 +240,7 @@ def _choose_rows(
             f"The model was trained on the columns {trained['text_columns']} and the data has {[*task.text_columns]}."
         )
     if split is None and data is None:
-        parts = split_by_use(task, job)
+        parts = split_rows(task, job)
         return parts.evaluation, parts.evaluation_name, task
     split = split or find_split(task.splits, "validation") or find_split(task.splits, "test")
     if split is None and len(task.splits) > 1:

@@ -55,14 +55,7 @@ def find_format(columns: Sequence[str]) -> tuple[str, ...] | None:
 
 def is_for_language_model(data: Dataset, labels: Sequence[str]) -> bool:
     """Whether data that nothing was said about are text for a language model. `text` beside other columns is not.
-
-    Args:
-        data: The rows.
-        labels: What columns with labels are called.
-
-    Raises:
-        ValueError: The columns fit a language model and a classifier.
-    """
+    `labels` is what columns with labels are called."""
     found = find_format(data.column_names)
     if found == ("text",):
         return data.column_names == ["text"]
@@ -76,18 +69,10 @@ def is_for_language_model(data: Dataset, labels: Sequence[str]) -> bool:
 
 
 def make_language_task(splits: Mapping[str, Dataset], columns: Sequence[str] = ()) -> Task:
-    """Bring text for a language model into one form.
+    """Bring text for a language model into one form: `messages`, or `prompt` and `completion`, or `text`; instructions
+    become the two sides of a chat. Rows without content are left out.
 
-    Args:
-        splits: The raw data sets by split name.
-        columns: The columns to read; found if not given. A single column of any name is plain text.
-
-    Returns:
-        The task. Its rows are `messages`, or `prompt` and `completion`, or `text`; instructions become the two sides
-        of a chat. Rows without content are left out.
-
-    Raises:
-        ValueError: The columns hold something else; the message lists what is supported.
+    The columns to read are found if not given. A single column of any name is plain text.
 
     Example:
 

@@ -11,21 +11,13 @@ from peft_surgical.training.job import TrainingJob
 
 
 def check_login(name: str) -> None:
-    """Make sure that somebody is logged in to the hub, on whose account a repository of this name can be written.
-
-    Raises:
-        ValueError: Nobody is.
-    """
+    """Make sure that somebody is logged in to the hub, on whose account a repository of this name can be written."""
     if get_token() is None:
         raise ValueError(f"--push-to-hub {name}: you are not logged in. Run `hf auth login`, or set HF_TOKEN.")
 
 
 def make_repository(name: str) -> str:
-    """Make a repository for a model on the hub, if there is none of this name; gives its name with its owner.
-
-    Raises:
-        ValueError: The hub refuses, or cannot be reached.
-    """
+    """Make a repository for a model on the hub, if there is none of this name; gives its name with its owner."""
     check_login(name)
     try:
         return HfApi().create_repo(name, exist_ok=True).repo_id
@@ -34,14 +26,8 @@ def make_repository(name: str) -> str:
 
 
 def push(job: TrainingJob) -> str | None:
-    """Upload what a finished run has saved, without checkpoints, if its job says to where.
-
-    Returns:
-        The address of the repository; None where the job says nothing, and on all processes but the first.
-
-    Raises:
-        ValueError: It failed; the message has the command that tries again.
-    """
+    """Upload what a finished run has saved, without checkpoints, if its job says to where; gives the address, on the
+    first process alone. If it fails, a `ValueError` has the command that tries again."""
     if job.push_to_hub is None or not this_process().is_main_process:
         return None
     try:

@@ -23,22 +23,14 @@ LOWER_IS_BETTER = ("loss", "perplexity")
 
 
 def check_metric(metric: str | None, kinds: Iterable[str], of: str = "") -> None:
-    """Make sure that tasks of one of the kinds can be measured by a metric.
-
-    Raises:
-        ValueError: They cannot; the message names what is allowed.
-    """
+    """Make sure that tasks of one of the kinds can be measured by a metric; else a `ValueError` that names those."""
     allowed = [*(name for kind in kinds for name in METRICS[kind]), "loss"]
     if metric is not None and metric not in allowed:
         raise ValueError(f"--metric {metric}: {of}allowed are {', '.join(allowed)}.")
 
 
 def check_kind(job: Any, kind: str) -> None:
-    """Check the options of a `TrainingJob` that only some kinds of task understand, once the data have told the kind.
-
-    Raises:
-        ValueError: An option is of another kind.
-    """
+    """Check the options of a `TrainingJob` that only some kinds of task understand, once the data tell the kind."""
     options = options_of(type(job))
     for field in dataclasses.fields(job):
         kinds = options[field.name][1].kinds

@@ -29,11 +29,7 @@ SAMPLE_ANSWERS = 3
 
 
 def load_language_model(job: TrainingJob, folder: str | Path | None = None) -> Any:
-    """Load the base of a job; with a folder, what the job trained, ready to answer.
-
-    Raises:
-        ValueError: There is no such model.
-    """
+    """Load the base of a job; with a folder, what the job trained, ready to answer."""
     is_adapter = folder is not None and (Path(folder) / "adapter_config.json").exists()
     source = job.model if folder is None or is_adapter else str(folder)
     dtype = job.dtype if job.dtype == "auto" else getattr(torch, job.dtype)
@@ -62,11 +58,7 @@ def load_language_model(job: TrainingJob, folder: str | Path | None = None) -> A
 
 
 def load_language_tokenizer(job: TrainingJob, task: Task) -> Any:
-    """The tokenizer of a job, with the chat template that the job names.
-
-    Raises:
-        ValueError: There is no such tokenizer, or it has no chat template and the rows are chats.
-    """
+    """The tokenizer of a job, with the chat template that the job names."""
     tokenizer = load_tokenizer(job.model)
     if job.chat_template is not None:
         tokenizer.chat_template = Path(job.chat_template).read_text(encoding="utf-8")
@@ -99,11 +91,7 @@ class LanguageTrainer(JointCheckpoints, SFTTrainer):
 def make_language_trainer(
     job: TrainingJob, model: Any, tokenizer: Any, arguments: Mapping[str, Any], rows: Dataset, **options: Any
 ) -> Any:
-    """TRL's trainer for the rows of a task, which it turns into tokens; `options` go to it.
-
-    Raises:
-        ValueError: The chat template does not take a row.
-    """
+    """TRL's trainer for the rows of a task, which it turns into tokens; `options` go to it."""
     length = max_length(job, tokenizer, model, default=1024)
     config = {
         "gradient_checkpointing": False,  # TRL's default is another
@@ -161,14 +149,8 @@ def evaluate_language(
 
 
 def compute_perplexity(losses: np.ndarray, tokens: np.ndarray) -> dict[str, float]:
-    """The mean loss over all tokens, and the perplexity, which is its exponential.
-
-    Args:
-        losses: The sum of -log p over each row's tokens (N,), in nats.
-        tokens: How many tokens each row has that count (N,).
-
-    Raises:
-        ValueError: A loss is not finite.
+    """The mean loss over all tokens, and the perplexity, which is its exponential, from the sum of -log p over each
+    row's tokens (N,), in nats, and how many tokens each row has that count (N,).
 
     Example:
 
@@ -185,16 +167,9 @@ def compute_perplexity(losses: np.ndarray, tokens: np.ndarray) -> dict[str, floa
 def answer(
     model: Any, tokenizer: Any, prompt: Any, form: str, *, max_new_tokens: int = 64, temperature: float = 0.0
 ) -> str:
-    """What a model says to a prompt.
-
-    Args:
-        model: The model.
-        tokenizer: Its tokenizer.
-        prompt: A text, or the messages of a chat so far.
-        form: How the model was trained: `"chat"`, `"instruction"` or `"text"`. A text becomes the user's message.
-        max_new_tokens: The most tokens to say.
-        temperature: How much chance there is in it; 0: the likeliest token each time.
-    """
+    """What a model says to a prompt: a text, or the messages of a chat so far. `form` is how the model was trained:
+    with `"chat"` and `"instruction"` a text becomes the user's message. With the temperature 0 each token is the
+    likeliest one."""
     has_template = tokenizer.chat_template is not None
     if isinstance(prompt, str) and (form == "chat" or (form == "instruction" and has_template)):
         prompt = instruction_chat(prompt)
@@ -223,8 +198,10 @@ def answer(
     return tokenizer.decode(said[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
 
 
-def measure_beside(trainer: Any, model: Any, tokenizer: Any, rows: Dataset, form: str) -> dict[str, Any]:
-    """What the base by itself reaches on the rows, if it is still there, and answers to the first of them."""
+def measure_beside(run: Any) -> dict[str, Any]:
+    """What the base by itself reaches on the evaluation rows of a `TrainingRun`, if it is still there, and answers to
+    the first of them."""
+    trainer, model, rows = run.trainer, run.model, run.prepared.parts.evaluation
     found: dict[str, Any] = {}
     if isinstance(model, PeftModel):
         with model.disable_adapter():
@@ -237,7 +214,7 @@ def measure_beside(trainer: Any, model: Any, tokenizer: Any, rows: Dataset, form
     found["answers"] = [
         {
             "prompt": prompt if isinstance(prompt, str) else prompt[-1]["content"],
-            "answer": answer(model, tokenizer, prompt, form),
+            "answer": answer(model, run.prepared.tokenizer, prompt, run.prepared.task.form),
             "reference": reference or "",
         }
         for prompt, reference in asked

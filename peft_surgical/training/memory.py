@@ -23,24 +23,16 @@ from peft_surgical.ranking.plots import plot_parts
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on the device in a training step.
+    """Bytes on the device in a training step; None is what was not measured."""
 
-    Args:
-        weights: The base model's parameters and buffers.
-        copies: What the method adds: copies of tuned weights, LoRA's matrices, the task's head.
-        gradients: Of what is trained.
-        optimizer: The optimizer's states.
-        activations: What is kept for the backward pass; None if it was not measured.
-        peak: The most that there is of all at one time, workspace as well; less than the sum where activations are
-            gone before all gradients are there. None if it was not measured.
-    """
-
-    weights: int
-    copies: int
+    weights: int  # the base model's parameters and buffers
+    copies: int  # what the method adds: copies of tuned weights, LoRA's matrices, the task's head
     gradients: int
-    optimizer: int
-    activations: int | None = None
+    optimizer: int  # its states
+    activations: int | None = None  # what is kept for the backward pass
     peak: int | None = None
+    """The most that there is of all at one time, workspace as well; less than the sum where activations are gone
+    before all gradients are there."""
 
     @property
     def total(self) -> int:
@@ -134,12 +126,8 @@ def _encoded(encoding: str, tensor: torch.Tensor) -> int:
 
 
 class PeakOnCPU(TorchDispatchMode):
-    """Counts what PyTorch has allocated since it was entered, as `torch.cuda.max_memory_allocated` does on a GPU; what
-    an operation takes for itself and gives back is not seen.
-
-    Args:
-        held: Tensors that are there before.
-    """
+    """Counts what PyTorch has allocated, from what is held before it was entered on, as
+    `torch.cuda.max_memory_allocated` does on a GPU; what an operation takes for itself and gives back is not seen."""
 
     def __init__(self, held: Iterable[torch.Tensor]):
         super().__init__()

@@ -28,55 +28,18 @@ Shared = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Method:
-    """A way of fine-tuning.
-
-    Args:
-        configure: Takes a model, the options, the ranking if there is one, and what all configs say alike; returns
-            PEFT's config, or None where all weights are trained.
-        about: What is trained, in a few words.
-        learning_rate: The default learning rate, as our evidence chose it (docs/results.md).
-        options: The fields of `TrainingJob` that only some methods understand, and this one does.
-        ranks: Tells from the options whether the layers are chosen by a ranking.
-        check: Takes the options, and the model once it is loaded; raises a `ValueError` if they do not go together.
-        language_rate: The default learning rate for language models, where it is another.
-    """
+    """A way of fine-tuning."""
 
     configure: Callable[[nn.Module, Options, LayerRanking | None, Shared], PeftConfig | None]
-    about: str
-    learning_rate: float
-    options: frozenset[str] = frozenset()
-    ranks: Callable[[Options], bool] = lambda options: False
+    """PEFT's config for a model, from the options, the ranking if there is one, and what all configs say alike; None
+    where all weights are trained."""
+    about: str  # what is trained, in a few words
+    learning_rate: float  # the default, as our evidence chose it (docs/results.md)
+    options: frozenset[str] = frozenset()  # the fields of `TrainingJob` that not all methods understand, and this does
+    ranks: Callable[[Options], bool] = lambda options: False  # whether the layers are chosen by a ranking
     check: Callable[[Options, nn.Module | None], None] = lambda options, model: None
-    language_rate: float | None = None
-
-
-def adapt(
-    method: str,
-    model: nn.Module,
-    options: Options,
-    ranking: LayerRanking | None,
-    *,
-    task_type: str = "SEQ_CLS",
-    head: list[str] | None = None,
-) -> nn.Module:
-    """A model made ready to be trained by a method; `head` names the modules that belong to the task.
-
-    Raises:
-        ValueError: What is trained is to be rounded stochastically, and has more bits.
-    """
-    from peft import get_peft_model
-
-    is_rounded = options.get("stochastic_rounding", False)
-    config = METHODS[method].configure(model, options, ranking, {"task_type": task_type, "modules_to_save": head})
-    if config is not None:
-        model = get_peft_model(model, config, autocast_adapter_dtype=not is_rounded)
-    dtypes = {str(p.dtype).removeprefix("torch.") for p in model.parameters() if p.requires_grad}
-    if is_rounded and "bfloat16" not in dtypes:
-        raise ValueError(
-            f"--stochastic-rounding is for values in bfloat16; those that are trained are in {', '.join(dtypes)}. Add "
-            "--dtype bfloat16, or drop it."
-        )
-    return model
+    """A `ValueError` if the options, and the model once it is loaded, do not go together."""
+    language_rate: float | None = None  # the default for language models, where it is another
 
 
 def default_top_k(depth: int) -> int:
@@ -106,11 +69,7 @@ def configure_surgical(model: nn.Module, options: Options, ranking: LayerRanking
 
 
 def check_layers(options: Options, model: nn.Module | None) -> None:
-    """Check that the model has the layers that are named, or as many as the ranking that is named.
-
-    Raises:
-        ValueError: It has not.
-    """
+    """Check that the model has the layers that are named, or as many as the ranking that is named."""
     from peft_surgical.layers import choose_stack, resolve_layers
     from peft_surgical.methods.trainer import CHOICES
     from peft_surgical.ranking.ranking import LayerRanking
@@ -167,11 +126,7 @@ def configure_spafit(model: nn.Module, options: Options, ranking: LayerRanking |
 
 
 def check_spafit(options: Options, model: nn.Module | None) -> None:
-    """Check that the groups of layers can be made, and fit the model once it is loaded.
-
-    Raises:
-        ValueError: They cannot, or do not.
-    """
+    """Check that the groups of layers can be made, and fit the model once it is loaded."""
     from peft_surgical.methods.stratified.strata import resolve_strata
     from peft_surgical.methods.stratified.tensors import choose
 
@@ -184,11 +139,7 @@ def check_spafit(options: Options, model: nn.Module | None) -> None:
 
 
 def spafit_config(options: Options, ranking: LayerRanking | None, shared: Shared) -> StratifiedConfig:
-    """The config that the options of `--method spafit` describe.
-
-    Raises:
-        ValueError: The options do not go together.
-    """
+    """The config that the options of `--method spafit` describe."""
     from peft_surgical.methods.stratified.config import StratifiedConfig
 
     more: dict[str, Any] = {

@@ -32,22 +32,15 @@ def options_of(record: type[Any]) -> dict[str, tuple[Any, Option]]:
 
 
 def flag(name: str) -> str:
-    """A field's name as it is written on the command line.
-
-    Example:
-
-        >>> flag("top_k")
-        '--top-k'
-    """
+    """A field's name as it is written on the command line: `top_k` is `--top-k`."""
     return "--" + name.replace("_", "-")
 
 
-def check_writable(option: str, path: str | Path, endings: Collection[str] = ()) -> None:
-    """Make sure that a folder can be written later on; with endings, a file with one of them in a folder that exists.
-
-    Raises:
-        ValueError: It cannot be; the message names the option and says why.
-    """
+def check_writable(option: str, path: str | Path | None, endings: Collection[str] = ()) -> None:
+    """Make sure that a folder, if any, can be written later; with endings, a file with one of them in a folder that is
+    there."""
+    if path is None:
+        return
     path = Path(path).absolute()
     if endings and path.suffix.lower() not in endings:
         raise ValueError(f"{option} {path}: allowed are files ending in {', '.join(endings)}.")
@@ -66,11 +59,7 @@ def write_text(file: Path, text: str) -> None:
 
 
 def check_value(name: str, value: Any, option: Option) -> None:
-    """Make sure that an option has a value that it may have.
-
-    Raises:
-        ValueError: It has not; the message names what is allowed.
-    """
+    """Make sure that an option has a value that it may have; else a `ValueError` that names those."""
     if value is None:
         return
     if option.choices and value not in option.choices:
@@ -82,11 +71,7 @@ def check_value(name: str, value: Any, option: Option) -> None:
 
 
 def check_together(job: Any) -> None:
-    """Make sure that the options of a `TrainingJob` do not contradict each other, and that its method has them.
-
-    Raises:
-        ValueError: They do, or it has not; the message names them.
-    """
+    """Make sure that the options of a `TrainingJob` do not contradict each other, and that its method has them."""
     if job.layers is not None:
         for name in ("top_k", "ranking", "score"):
             if getattr(job, name) is not None:

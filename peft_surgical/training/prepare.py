@@ -32,33 +32,19 @@ from peft_surgical.training.tasks import encode, make_task
 
 @dataclass
 class Prepared:
-    """What a job starts from.
-
-    Args:
-        task: The task.
-        parts: Its rows by use, as text.
-        train: The training rows as token ids; for a language model as TRL takes them.
-        tokenizer: The base's tokenizer.
-        model: The base model with a head for the task, on the device that it will run on.
-        head: The modules of the model that belong to the task, if any.
-        collator: Pads rows into a batch; for a language model TRL does.
-    """
+    """What a job starts from."""
 
     task: Task
-    parts: Parts
-    train: Dataset
+    parts: Parts  # its rows by use, as text
+    train: Dataset  # the training rows as token ids; for a language model as TRL takes them
     tokenizer: Any
-    model: nn.Module
-    head: list[str] | None = None
-    collator: DataCollatorWithPadding | None = None
+    model: nn.Module  # the base with a head for the task, on the device that it will run on
+    head: list[str] | None = None  # the modules of the model that belong to the task
+    collator: DataCollatorWithPadding | None = None  # pads rows into a batch; for a language model TRL does
 
 
 def prepare(job: TrainingJob) -> Prepared:
-    """Read the data and load the model of a job, whose options are checked first.
-
-    Raises:
-        ValueError: An option is not allowed; or the data or the model cannot be read or do not fit together.
-    """
+    """Read the data and load the model of a job, whose options are checked first."""
     _check_options(job)
     with this_process().main_process_first():
         task = make_task(
@@ -68,7 +54,7 @@ def prepare(job: TrainingJob) -> Prepared:
             kind=job.task,
         )
         check_kind(job, task.kind)
-        parts = split_by_use(task, job)
+        parts = split_rows(task, job)
     if job.layers == AUTO and parts.optimistic:
         raise ValueError(
             f"--layers auto would choose on the rows of --select-on {job.select_on}, which are measured on at the "
@@ -141,29 +127,15 @@ def _check_optimizer(name: str) -> None:
 
 
 def require_metrics() -> None:
-    """Make sure that the metrics can be computed, before anything takes time.
-
-    Raises:
-        ImportError: scikit-learn is not installed.
-    """
+    """Make sure that the metrics can be computed, before anything takes time."""
     if find_spec("sklearn") is None:
         raise ImportError("The metrics are scikit-learn's, which is not installed: pip install scikit-learn")
 
 
 def require_trl() -> None:
-    """Make sure that language models can be trained, before anything takes time.
-
-    Raises:
-        ImportError: TRL is not installed.
-    """
+    """Make sure that language models can be trained, before anything takes time."""
     if find_spec("trl") is None:
         raise ImportError('Language models are trained with TRL, which is not installed: pip install "trl>=1.16"')
-
-
-def split_by_use(task: Task, job: TrainingJob) -> Parts:
-    """Split the rows of a task as a job says."""
-    names = ("eval_split", "select_on", "held_out", "max_train_samples", "seed")
-    return split_rows(task, **{name: getattr(job, name) for name in names})
 
 
 def rank(prepared: Prepared, job: TrainingJob, *, progress: bool = True) -> LayerRanking:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
+from peft import get_peft_model
 from torch import nn
 from transformers import EarlyStoppingCallback, TrainerCallback, set_seed
 
@@ -35,27 +36,18 @@ from peft_surgical.training.evaluation import majority, make_trainer, precision_
 from peft_surgical.training.hub import push
 from peft_surgical.training.job import TrainingJob
 from peft_surgical.training.kinds import CAUSAL_LM, LOWER_IS_BETTER
-from peft_surgical.training.methods import AUTO, METHODS, adapt
+from peft_surgical.training.methods import AUTO, METHODS
 from peft_surgical.training.options import write_text
 from peft_surgical.training.prepare import prepare, rank
-from peft_surgical.training.progress import LossOfEpochs, ProgressLines
-from peft_surgical.training.results import make_results
+from peft_surgical.training.progress import LossOfEpochs, ProgressLines, make_results
 from peft_surgical.training.tasks import encode
 
 
 class TrainingRun:
     """One run of a job, step by step: `rank`, `adapt`, `fit`, `finish`. `train` takes all of them.
 
-    A run that is resumed and was finished already has its results as `finished`, and no steps to take.
-
-    Args:
-        job: What to do.
-        resume: Go on from the newest complete checkpoint in the job's folder, if there is one.
-        overwrite: Empty the job's folder first.
-        callbacks: Callbacks for the Trainer, to show progress.
-
-    Raises:
-        ValueError: The job's folder is not empty, or holds another job; or the data or the model cannot be read.
+    A run that is resumed and was finished already has its results as `finished`, and no steps to take. The callbacks
+    go to the Trainer, to show progress.
     """
 
     def __init__(
@@ -92,14 +84,8 @@ class TrainingRun:
         self.checkpoint = newest_checkpoint(self.folder / CHECKPOINTS) if resume else None
 
     def rank(self, *, progress: bool = True) -> LayerRanking | None:
-        """Rank the layers, or read the ranking that the job names; it is kept in the job's folder.
-
-        Args:
-            progress: Whether to show progress.
-
-        Returns:
-            The ranking, or None where the method needs none.
-        """
+        """Rank the layers, if the method needs a ranking, or read the one that the job names; it is kept in the job's
+        folder."""
         if not self.job.needs_ranking:
             return None
         file = self.folder / RANKING_FILE
@@ -116,17 +102,21 @@ class TrainingRun:
 
     def adapt(self) -> nn.Module:
         """Make the model ready to be trained by the job's method; `rank` comes before."""
-        prepared, task_type = self.prepared, "CAUSAL_LM" if self.is_language else "SEQ_CLS"
+        job, model = self.job, self.prepared.model
         if self.is_language:
-            set_seed(self.job.seed)  # as TRL does before it makes an adapter
-        self.model = adapt(
-            self.job.method,
-            prepared.model,
-            self.job.method_options,
-            self.ranking,
-            task_type=task_type,
-            head=prepared.head,
-        )
+            set_seed(job.seed)  # as TRL does before it makes an adapter
+        task_type = "CAUSAL_LM" if self.is_language else "SEQ_CLS"
+        shared = {"task_type": task_type, "modules_to_save": self.prepared.head}
+        config = METHODS[job.method].configure(model, job.method_options, self.ranking, shared)
+        if config is not None:
+            model = get_peft_model(model, config, autocast_adapter_dtype=not job.stochastic_rounding)
+        dtypes = {str(p.dtype).removeprefix("torch.") for p in model.parameters() if p.requires_grad}
+        if job.stochastic_rounding and "bfloat16" not in dtypes:
+            raise ValueError(
+                f"--stochastic-rounding is for values in bfloat16; those that are trained are in {', '.join(dtypes)}. "
+                "Add --dtype bfloat16, or drop it."
+            )
+        self.model = model
         self.tuned_layers = tuned_layers(self.model)
         # before the weights are sharded
         self.trained_parameters = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
@@ -134,11 +124,8 @@ class TrainingRun:
 
     @precision_restored()
     def fit(self, begin: Callable[[TrainingRun], object] = lambda run: None) -> None:
-        """Train, with a checkpoint after each epoch, and end with the best one.
-
-        Args:
-            begin: Called with the run before it trains; with `layers="auto"` with the run of each choice.
-        """
+        """Train, with a checkpoint after each epoch, and end with the best one. `begin` is called with the run before
+        it trains; with `layers="auto"` with the run of each choice."""
         if self.job.layers == AUTO:
             try_layers(self, begin)
             return
@@ -153,36 +140,24 @@ class TrainingRun:
         self.seconds["train"] = time.perf_counter() - started
 
     def finish(self) -> dict[str, Any]:
-        """Measure on the evaluation rows, save the model, `metrics.json` and the model card.
-
-        Returns:
-            The content of `metrics.json`.
-        """
+        """Measure on the evaluation rows, save the model, its card and `metrics.json`, and give what this holds."""
         started = time.perf_counter()
         evaluation = self._encode(self.prepared.parts.evaluation)
         measured = self.trainer.evaluate(evaluation, metric_key_prefix="final")
         self.seconds["evaluate"] = time.perf_counter() - started
-        beside = self._measure_beside() if self.is_language else {}
+        beside: dict[str, Any] = {}
+        if self.is_language:
+            from peft_surgical.training.language import measure_beside
+
+            beside = measure_beside(self)
         beside |= {"tried": self.tried} if self.tried else {}
         self.trainer.save_model(str(self.folder))
-        results = make_results(
-            self.job,
-            self.prepared.task,
-            self.prepared.parts,
-            self.trainer.state,
-            self.metric,
-            measured,
-            majority=self.majority,
-            layers=self.tuned_layers,
-            parameters={"total": self.total_parameters, "trained": self.trained_parameters},
-            seconds={name: round(value, 2) for name, value in self.seconds.items()},
-            **beside,
-        )
+        results = make_results(self, measured, beside)
         if self.trainer.is_world_process_zero():
             if self.job.method == "full":
                 self.prepared.tokenizer.save_pretrained(self.folder)
             (self.folder / "training_args.bin").unlink(missing_ok=True)
-            write_model_card(self.folder, self.job, self.prepared.parts, results, self.ranking, self.model)
+            write_model_card(self, results)
             write_text(self.folder / METRICS_FILE, json.dumps(results, indent=2) + "\n")
             for place in [] if self.job.keep_checkpoints else checkpoint_folders(self.folder):
                 remove_checkpoints(place)
@@ -215,13 +190,6 @@ class TrainingRun:
             trainer.optimizer_cls_and_kwargs = round_stochastically(optimizer, self.job.seed), kwargs
         trainer.args.warmup_steps = round(self.job.warmup * count_steps(self.job, len(trainer.train_dataset)))
         return trainer
-
-    def _measure_beside(self) -> dict[str, Any]:
-        from peft_surgical.training.language import measure_beside
-
-        prepared = self.prepared
-        rows, form = prepared.parts.evaluation, prepared.task.form
-        return measure_beside(self.trainer, self.model, prepared.tokenizer, rows, form)
 
     def _encode(self, rows: Dataset | None) -> Dataset | None:
         if rows is None or self.is_language:  # TRL does it

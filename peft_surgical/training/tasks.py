@@ -39,25 +39,16 @@ def make_task(
     kind: str | None = None,
     labels: Sequence[str] = (),
 ) -> Task:
-    """Find out what the columns mean, and bring all splits into one form.
+    """Find out what the columns mean, and bring all splits into one form. What is not given is found.
 
     Args:
         splits: The raw data sets by split name, all with the same columns (test splits may lack labels).
-        text_columns: One or two columns with text. Found if not given: a well-known pair (`sentence1` and
-            `sentence2`, `premise` and `hypothesis`, ...), else `text`, `sentence` or `content`, else the only column
-            of strings.
-        label_column: The column with labels. Found if not given: `label`, `labels`, `target` or `class`, else the
-            only column that `datasets` knows to be a label.
-        kind: `"classification"`, `"regression"` or `"causal-lm"`. Found from the columns and the type of the labels
-            if not given.
-        labels: Names of the classes in the order of the ids that a model was trained with. Found if not given.
-
-    Returns:
-        The task.
-
-    Raises:
-        ValueError: The columns or the kind cannot be told, a label is unknown, there are fewer than two classes, or
-            a label is neither a class nor a number, such as a list of several.
+        text_columns: One or two columns with text: a well-known pair (`sentence1` and `sentence2`, `premise` and
+            `hypothesis`, ...), else `text`, `sentence` or `content`, else the only column of strings.
+        label_column: The column with labels: `label`, `labels`, `target` or `class`, else the only column that
+            `datasets` knows to be a label.
+        kind: `"classification"`, `"regression"` or `"causal-lm"`, by the columns and the type of the labels.
+        labels: Names of the classes in the order of the ids that a model was trained with.
 
     Example:
 

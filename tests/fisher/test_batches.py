@@ -10,15 +10,15 @@ from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
 from transformers import default_data_collator
 
 from peft_surgical.fisher.batches import Batch, PadRight, padded_right, token_lengths
-from peft_surgical.fisher.draw import draw_batches
+from peft_surgical.fisher.draw import Draw
 
 
 MODEL = tiny_models.build("bert")
 ROWS = [{"input_ids": list(range(3, 3 + n)), "label": n % 2} for n in (2, 9, 4, 7, 3, 8, 5, 6)]
 
 
-def draw(data, **options):
-    return list(draw_batches(data, MODEL, **{"num_samples": 100} | options))
+def draw(data, num_samples=100, batch_size=16, **options):
+    return list(Draw(data, MODEL, num_samples, **options).batches(batch_size))
 
 
 def lengths(batches):

@@ -8,6 +8,7 @@ import pickle
 import subprocess
 import sys
 import warnings
+from pathlib import Path
 
 import peft
 import pytest
@@ -374,14 +375,22 @@ def test_mixing_with_other_methods_in_one_model_is_refused(method):
 # ---- registration
 
 
-def test_every_stock_method_keeps_its_mapping_and_importing_again_changes_nothing():
+def test_every_stock_method_keeps_its_mapping_and_importing_again_changes_nothing(tmp_path):
+    """And without the package PEFT's error names the method."""
+    for method in METHODS:
+        save(make(method, "bert", [1, 2]), tmp_path / method)
     code = """
+import importlib, sys, traceback
 import peft.mapping as m
-from peft import PeftType
+from peft import PeftConfig, PeftType
 from peft.utils import hotswap
+for folder in sys.argv[1:]:
+    try:
+        PeftConfig.from_pretrained(folder)
+    except KeyError as error:
+        print("".join(traceback.format_exception_only(error)))
 tables = (m.PEFT_TYPE_TO_CONFIG_MAPPING, m.PEFT_TYPE_TO_TUNER_MAPPING, m.PEFT_TYPE_TO_PREFIX_MAPPING, m.PEFT_TYPE_TO_MIXED_MODEL_MAPPING, hotswap.CONFIG_KEYS_TO_CHECK)
 before, members = [dict(t) for t in tables], list(PeftType)
-import importlib, sys
 import peft_surgical
 def check():
     assert list(PeftType) == [*members, PeftType.SURGICAL, PeftType.STRATIFIED], list(PeftType)
@@ -407,8 +416,11 @@ model(torch.ones(1, 2)).sum().backward()
 get_peft_model(torch.nn.Sequential(torch.nn.Linear(2, 2)), LoraConfig(target_modules=["0"]))
 print("fine")
 """  # noqa: E501
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True)
-    assert done.stdout.strip().endswith("fine"), done.stderr
+    folders = [str(tmp_path / method) for method in METHODS]
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code, *folders], capture_output=True, text=True)
+    assert [line for line in done.stdout.splitlines() if line] == [*(f"KeyError: '{m}'" for m in METHODS), "fine"], (
+        done.stderr
+    )
 
 
 @methods
@@ -441,13 +453,24 @@ def test_the_config_is_read_by_peft_and_by_people(method, tmp_path):
     assert "\n  " in (path / "adapter_config.json").read_text()  # one option a line
 
 
-@pytest.mark.slow
-@methods
-def test_without_the_package_the_error_names_the_method(method, tmp_path):
-    path = save(make(method, "bert", [1, 2]), tmp_path)
-    code = f"from peft import PeftConfig; PeftConfig.from_pretrained({str(path)!r})"
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True)
-    assert f"KeyError: '{method}'" in done.stderr
+def test_a_fresh_process_gives_the_same_logits(tmp_path):
+    for method in METHODS:
+        model = make(method, "bert", [1, 2])
+        torch.save(outputs(model, "bert"), save(model, tmp_path / method) / "logits.pt")
+    code = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import torch
+from tiny_models import batch, build
+import peft_surgical
+from peft import PeftModel
+for folder in sys.argv[2:]:
+    model = PeftModel.from_pretrained(build("bert"), folder, adapter_name="task").eval()
+    with torch.no_grad():
+        assert torch.equal(model(**batch("bert")).logits, torch.load(folder + "/logits.pt")), folder
+"""
+    arguments = [str(Path(__file__).parents[1]), *(str(tmp_path / method) for method in METHODS)]
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code, *arguments], check=True, timeout=120)
 
 
 def test_nothing_is_said_where_nothing_is_wrong(tmp_path):

@@ -10,6 +10,7 @@ from tiny_task import make_rows, save_data, save_tokenizer
 from peft_surgical.training.common import load_tokenizer
 from peft_surgical.training.data import find_split, read_splits, split_rows, train_test_split
 from peft_surgical.training.evaluation import compute_metrics
+from peft_surgical.training.job import TrainingJob
 from peft_surgical.training.tasks import encode, make_task
 
 
@@ -243,9 +244,13 @@ def texts(data):
     return set(data["text"][:])
 
 
+def split(task, **options):
+    return split_rows(task, TrainingJob(model="m", data="d", output="o", **options))
+
+
 def test_parts_share_no_row_and_none_is_lost():
     task = make_task({"train": make_rows(50, 1), "validation": make_rows(20, 2)})
-    parts = split_rows(task, held_out=0.2)
+    parts = split(task, held_out=0.2)
     assert (len(parts.train), len(parts.selection), len(parts.evaluation)) == (40, 10, 20)
     assert texts(parts.train) | texts(parts.selection) == texts(task.split("train"))
     assert not texts(parts.train) & texts(parts.selection)
@@ -256,24 +261,24 @@ def test_parts_share_no_row_and_none_is_lost():
 
 def test_without_a_validation_split_the_evaluation_rows_are_cut_off_first():
     task = make_task({"train": make_rows(50, 1)})
-    parts = split_rows(task, held_out=0.2)
+    parts = split(task, held_out=0.2)
     assert (len(parts.train), len(parts.selection), len(parts.evaluation)) == (32, 8, 10)
     assert len(texts(parts.train) | texts(parts.selection) | texts(parts.evaluation)) == 50
     # how the checkpoint is chosen does not move the rows that are measured
-    assert texts(split_rows(task, held_out=0.2, select_on="none").evaluation) == texts(parts.evaluation)
+    assert texts(split(task, held_out=0.2, select_on="none").evaluation) == texts(parts.evaluation)
 
 
 def test_choosing_on_the_evaluation_rows_is_called_optimistic():
     task = make_task({"train": make_rows(50, 1), "validation": make_rows(20, 2), "test": make_rows(10, 3)})
-    assert split_rows(task, select_on="validation").optimistic
-    honest = split_rows(task, select_on="validation", eval_split="test")
+    assert split(task, select_on="validation").optimistic
+    honest = split(task, select_on="validation", eval_split="test")
     assert (len(honest.selection), len(honest.evaluation), honest.optimistic) == (20, 10, False)
     assert len(honest.train) == 50
 
 
 def test_rows_of_the_evaluation_that_were_trained_on_are_counted():
     train = make_rows(50, 1)
-    parts = split_rows(make_task({"train": train, "validation": train.select(range(7))}), select_on="none")
+    parts = split(make_task({"train": train, "validation": train.select(range(7))}), select_on="none")
     assert parts.overlap == 7
 
 
@@ -288,12 +293,12 @@ def test_rows_of_the_evaluation_that_were_trained_on_are_counted():
 )
 def test_parts_that_make_no_sense_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
-        split_rows(make_task({"train": make_rows(50, 1), "validation": make_rows(20, 2)}), **options)
+        split(make_task({"train": make_rows(50, 1), "validation": make_rows(20, 2)}), **options)
 
 
 def test_a_task_without_training_rows_is_refused():
     with pytest.raises(ValueError, match="no training split"):
-        split_rows(make_task({"validation": make_rows(20, 2)}))
+        split(make_task({"validation": make_rows(20, 2)}))
 
 
 def test_a_cut_keeps_the_mix_of_classes():
@@ -311,7 +316,7 @@ def test_a_cut_of_amounts_and_of_rare_classes_works():
 
 def test_a_limit_on_training_rows_leaves_the_others_alone():
     task = make_task({"train": make_rows(50, 1), "validation": make_rows(20, 2)})
-    whole, limited = split_rows(task), split_rows(task, max_train_samples=10)
+    whole, limited = split(task), split(task, max_train_samples=10)
     assert len(limited.train) == 10
     assert texts(limited.train) < texts(whole.train)
     assert texts(limited.selection) == texts(whole.selection)
@@ -387,7 +392,7 @@ def test_real_tasks_are_read_without_naming_anything(task_data, name, texts, lab
 
 def test_real_overlap_is_counted(task_data):
     task = make_task(read_splits(str(task_data / "glue/cola")))
-    assert split_rows(task).overlap == 16
+    assert split(task).overlap == 16
 
 
 def test_save_data_is_what_it_says(tmp_path):
