@@ -52,6 +52,7 @@ class TunedModule(HostedBase, BaseTunerLayer):
         self.merged_adapters: list[str] = []
         self._originals: dict[str, torch.Tensor] = {}  # the base's own values while an adapter is merged
         self.untied: dict[str, nn.Parameter] = {}  # the base's parameters that others use too: no merge changes them
+        self.tied: set[str] = set()  # others that are in several places, in all of which each adapter has copies
         self._kept, self._kept_twin = KeptTensors(), KeptTwin()
         self.in_features = getattr(base_layer, "in_features", None)
         self.out_features = getattr(base_layer, "out_features", None)
@@ -262,7 +263,9 @@ class TunedModule(HostedBase, BaseTunerLayer):
     def _put_into_base(self, merged: Mapping[str, torch.Tensor]) -> None:
         for name, value in merged.items():
             base: Any = self.base_tensor(name)
-            # a parameter that is tied in the base and in the adapter is merged in each of its places
+            # what is tied in the base stays tied if all of its places are to have the same values, else not
+            if name in self.tied and hasattr(base, "_original") and not torch.equal(base.data, value):
+                self.untied[name] = base
             base._original = getattr(base, "_original", base.data)
             self._originals.setdefault(name, base._original)
             if base is self.untied.get(name):
