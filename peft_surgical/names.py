@@ -108,6 +108,11 @@ def own_names(names: Iterable[str]) -> list[str]:
     return [name for name in present if not is_repeated(name)]
 
 
+def is_of_peft(name: str) -> bool:
+    """Whether a tensor of an adapter is one that PEFT itself saves and loads: of a head, or of trained tokens."""
+    return ".modules_to_save." in name or ".token_adapter." in name
+
+
 def without_wrappers(name: str) -> str:
     """A name in a model without what engines and compilation wrap around modules."""
     return _WRAPPER.sub("", name).removesuffix(".")

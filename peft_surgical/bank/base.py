@@ -104,10 +104,11 @@ class BaseIndex:
         for key in along:
             own, spec = self.tensors.get(base_path(key)), file.specs[key]
             if own is not None and own.shape != spec.shape:
+                tokens = spec.shape[0] if spec.shape else 0
                 raise ValueError(
-                    f"{file.path}: its vocabulary has {len(spec.shape) and spec.shape[0]} tokens, and the bank's base "
-                    f"{len(own)}. All tasks of a bank share one: call model.resize_token_embeddings({spec.shape[0]}) "
-                    "before the bank is made, or give tasks of this size a bank of their own, or merge them."
+                    f"{file.path}: its vocabulary has {tokens} tokens, and the bank's base {len(own)}. All tasks of a "
+                    f"bank share one: call model.resize_token_embeddings({tokens}) before the bank is made, or give "
+                    "tasks of this size a bank of their own, or merge them."
                 )
         if not along:
             return

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -45,6 +45,7 @@ from peft_surgical.names import (
     as_attribute,
     as_in_file,
     base_path,
+    is_of_peft,
     own_names,
     without_engines,
     without_wrappers,
@@ -75,23 +76,19 @@ def live_tensors(model: nn.Module, adapter_name: str) -> dict[str, torch.Tensor]
     return found
 
 
-def is_of_peft(name: str) -> bool:
-    """Whether a tensor of an adapter is one that PEFT itself saves and loads: of a head, or of trained tokens."""
-    return ".modules_to_save." in name or ".token_adapter." in name
-
-
 class SavedState(BaseTuner):
     """What `DeltaTuner` does when PEFT saves an adapter's state or loads one."""
 
     tuned_module_cls: type[TunedModule] = TunedModule
-    _untied: set[int] = (
-        set()
-    )  # by `id`, the base's tensors of which the adapter being made has several copies that differ
+    _untied: set[int] = set()  # the base's tensors, by `id`, of which the adapter being made has unequal copies
     _labels_of_base: dict[str, Any]
 
     @property
     def _container(self) -> str:
         return self.tuned_module_cls.adapter_layer_names[0]
+
+    def _is_untied(self, module: nn.Module, names: Sequence[str]) -> bool:
+        return bool(self._untied) and any(id(original_tensor(module, name)) in self._untied for name in names)
 
     def _touched_tensors(self, config: Any, model: nn.Module) -> dict[str, torch.Tensor]:
         """The base's original values of the tensors that the adapter changes, by name."""
@@ -222,7 +219,8 @@ class SavedState(BaseTuner):
         others = {name: tensor for name, tensor in remapped.items() if name not in live and name not in biases}
         check_own(others, model, config)
         remapped = {name: tensor for name, tensor in remapped.items() if name not in others}
-        check_tied(remapped, live, adapter_name)
+        if engine_of(model) is None:
+            check_tied(remapped, live, adapter_name)
         config.forget_saved_names()
         config._is_unfilled = False
         # PEFT may assign what it loads, which would bring the file's dtype and device into the model

@@ -19,7 +19,7 @@ from peft_surgical.copies.compute import leave_fused_path
 from peft_surgical.copies.host import BaseOnHost, leave_base_out
 from peft_surgical.copies.in_place import TunedInPlace
 from peft_surgical.copies.module import TunedModule
-from peft_surgical.copies.select import innermost_tuned, matches_any, note_untied, original_tensor
+from peft_surgical.copies.select import innermost_tuned, matches_any, note_untied
 from peft_surgical.distributed import check_not_prepared
 from peft_surgical.files.adapter import touched_names
 from peft_surgical.files.base import base_tensors, check_base, describe_base
@@ -126,7 +126,7 @@ class DeltaTuner(SavedState, BaseTuner):
         options = {
             "init_weights": getattr(peft_config, "init_weights", True) is not False,
             "inference_mode": peft_config.inference_mode,
-            "shared": {} if {id(original_tensor(target, n)) for n in names} & self._untied else self._copied,
+            "shared": {} if self._is_untied(target, names) else self._copied,
             # for inference an adapter of columns is like any other
             "columns": None if peft_config.inference_mode else peft_config.resolution.columns.get(current_key),
             "untrained": {n for n in names if f"{without_wrappers(current_key)}.{n}" in self._untrained},
