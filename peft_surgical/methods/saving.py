@@ -124,7 +124,7 @@ class SavedState(BaseTuner):
         state = read_state(file, bases)
         take_out_own(state, model, config)
         held = {config.present_name(name): tensor for name, tensor in state.items() if not tensor.is_meta}
-        of_base = {name.in_file: id(tensors[name.in_base]) for _, name in copies if name.in_file in held}
+        of_base = {name: id(base) for name, base in bases.items() if name in held}
         self._untied = {of_base[name] for name in differing(held, of_base)}
         config.hold(state)
 
