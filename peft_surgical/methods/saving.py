@@ -124,8 +124,7 @@ class SavedState(BaseTuner):
         state = read_state(file, bases)
         take_out_own(state, model, config)
         held = {config.present_name(name): tensor for name, tensor in state.items() if not tensor.is_meta}
-        of_base = {name: id(base) for name, base in bases.items() if name in held}
-        self._untied = {of_base[name] for name in differing(held, of_base)}
+        self._untied = {id(bases[n]) for n in differing(held, {n: id(b) for n, b in bases.items() if n in held})}
         config.hold(state)
 
     @classmethod
@@ -219,8 +218,7 @@ class SavedState(BaseTuner):
         others = {name: tensor for name, tensor in remapped.items() if name not in live and name not in biases}
         check_own(others, model, config)
         remapped = {name: tensor for name, tensor in remapped.items() if name not in others}
-        if engine_of(model) is None:
-            check_tied(remapped, live, adapter_name)
+        check_tied(remapped, live if engine_of(model) is None else {}, adapter_name)
         config.forget_saved_names()
         config._is_unfilled = False
         # PEFT may assign what it loads, which would bring the file's dtype and device into the model
