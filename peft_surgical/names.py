@@ -13,10 +13,12 @@ the layer, `path.own_tensors.container`. What engines, compilation and other ada
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 
 PREFIX = "base_model.model."  # of all names in the file of an adapter of PEFT
+SEPARATOR = ":"  # before what tells a part of an encoded tensor
 OWN_TENSORS = "own_tensors"
 SURGICAL, STRATIFIED = "surgical_params", "lora_tuned"  # the containers of copies, by method
 CONTAINERS = (SURGICAL, STRATIFIED)
@@ -28,6 +30,7 @@ _HOLDERS = ("base_layer", OWN_TENSORS, "original_module", "modules_to_save", "to
 _BY_ENGINES = "_fsdp_wrapped_module|_checkpoint_wrapped_module"  # the state of a model is without these
 _ENGINE = re.compile(rf"(?:(?<=\.)|^)(?:{_BY_ENGINES})(?:\.|$)")
 _WRAPPER = re.compile(rf"(?:(?<=\.)|^)(?:{_BY_ENGINES}|_orig_mod)(?:\.|$)")
+_WRAPPED = re.compile(r"(.+)\.(modules_to_save|original_module|base_layer)\.([^.]+)")
 _WRAPPED_COPY = re.compile(rf"\.base_layer\.({'|'.join(CONTAINERS)})\.")
 _COPY = re.compile(
     rf"(?P<path>.+?)(?P<in_place>\.{OWN_TENSORS})?\.(?P<container>{'|'.join(CONTAINERS)})\.(?P<tensor>[^.]+)"
@@ -66,6 +69,48 @@ class CopyName:
 def as_attribute(tensor: str) -> str:
     """A tensor's name as a key of a module, which may not contain dots."""
     return tensor.replace(".", "|")
+
+
+def renamed(name: str, key_mapping: Mapping[str, str] | None) -> str:
+    """A saved tensor's name once its modules are renamed, by the first pattern that it has, as PEFT does it."""
+    prefix = PREFIX if name.startswith(PREFIX) else ""
+    for pattern, replacement in (key_mapping or {}).items():
+        found, count = re.subn(pattern, replacement, name.removeprefix(prefix))
+        if count:
+            return prefix + found
+    return name
+
+
+def as_plain(key: str) -> str:
+    """The plain name of the tensor that a key in a file is, or is a part of."""
+    return key.partition(SEPARATOR)[0]
+
+
+def own_names(names: Iterable[str]) -> list[str]:
+    """The names in an adapter's file, without what PEFT repeats there when it saves the embeddings along.
+
+    Of embeddings that are tuned it then saves all that lies in their wrappers: the trained values once more (of copies
+    plain ones beside those that are encoded, which do not depend on the base), and the base's, which they replace.
+    """
+    present = dict.fromkeys(names)
+
+    def is_repeated(name: str) -> bool:
+        if SEPARATOR in name:
+            return as_plain(name) in present
+        if (match := _WRAPPED.fullmatch(name)) is None:
+            return False
+        path, wrapper, tensor = match.groups()
+        if wrapper != "base_layer":
+            return f"{path}.{tensor}" in present
+        copies = (CopyName(path.removeprefix(PREFIX), tensor, container) for container in CONTAINERS)
+        return any(copy.in_file in present for copy in copies)
+
+    return [name for name in present if not is_repeated(name)]
+
+
+def is_of_peft(name: str) -> bool:
+    """Whether a tensor of an adapter is one that PEFT itself saves and loads: of a head, or of trained tokens."""
+    return ".modules_to_save." in name or ".token_adapter." in name
 
 
 def without_wrappers(name: str) -> str:

@@ -15,8 +15,9 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
 from peft_surgical.bank.adapters import InjectedAdapters
+from peft_surgical.bank.base import BaseIndex
 from peft_surgical.bank.cache import BankStats, RemovedError, TaskCache
-from peft_surgical.bank.file import BaseIndex, Task
+from peft_surgical.bank.file import Task
 from peft_surgical.bank.lock import SwitchLock
 from peft_surgical.bank.memory import NoRoomError, parse_budget
 from peft_surgical.bank.residency import CompiledResidency, EagerResidency
@@ -106,6 +107,8 @@ class DeltaBank:
             task = self._base.read_task(name, f"task_{next(self._numbers)}", source, labels or {})
         with self._cache.lock:
             self._refuse_known(name)  # another thread may have been faster
+            with _naming(name):
+                self._base.check_beside(task, self._tasks.values())
             self._tasks[name] = task
 
     def remove(self, name: str) -> None:

@@ -34,15 +34,17 @@ class Spec:
 
 
 class Layout:
-    """Where tensors lie in one buffer, one after the other and aligned."""
+    """Where tensors lie in one buffer, one after the other and aligned; `same` are those that are another one."""
 
-    def __init__(self, specs: Mapping[str, Spec]):
+    def __init__(self, specs: Mapping[str, Spec], same: Mapping[str, str] | None = None):
         self.specs = dict(specs)
         self.offsets: dict[str, int] = {}
         self.nbytes = 0
-        for name, spec in self.specs.items():
+        for name in (own := [name for name in self.specs if name not in (same or {})]):
             self.offsets[name] = self.nbytes
-            self.nbytes += math.ceil(spec.nbytes / ALIGNMENT) * ALIGNMENT
+            self.nbytes += math.ceil(self.specs[name].nbytes / ALIGNMENT) * ALIGNMENT
+        self.own = own
+        self.offsets.update({name: self.offsets[other] for name, other in (same or {}).items()})
 
     def slice(self, buffer: torch.Tensor, name: str) -> torch.Tensor:
         """The bytes of one tensor in a buffer."""

@@ -172,7 +172,7 @@ def _group(name: str, entries: list[Entry], adapter: AdapterFile) -> Group:
             errors, differences = math.hypot(errors, error), math.hypot(differences, moved)
         if entry.encoding == "values":
             values += adapter.nbytes(entry)
-        else:
+        elif adapter.nbytes(entry):
             with naming(f"{adapter.source}: the tensor {entry.key!r}"):
                 values += _values_nbytes(entry.encoding, {suffix: adapter.file[key] for suffix, key in keys.items()})
     return Group(

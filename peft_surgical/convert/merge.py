@@ -20,12 +20,12 @@ from tqdm import tqdm
 from transformers import AutoConfig, AutoTokenizer
 
 from peft_surgical.files.adapter import AdapterFile, method_of, touched_names
-from peft_surgical.files.base import check_base
+from peft_surgical.files.base import check_base, without_resized
 from peft_surgical.files.check import checked
 from peft_surgical.files.checkpoint import TASKS, Checkpoint, ModelTensors, architecture_of, bare_class_of, empty_model
 from peft_surgical.files.safetensors_io import READERS, write_checkpoint, written_aside
 from peft_surgical.methods.config import DeltaConfig, naming_adapter, open_adapter
-from peft_surgical.methods.heads import apply_label_settings
+from peft_surgical.methods.heads import apply_label_settings, check_own
 
 
 def merge_checkpoint(
@@ -148,10 +148,12 @@ def check_adapter(saved: AdapterFile, old: ModelTensors) -> None:
         return
     if config.check_base:
         try:
-            check_base(config.record or {}, old.model, old, touched_names(saved.file))
+            record = without_resized(config.record or {}, {n: old.meta(n) for n in old}, old.model, saved.whole)
+            check_base(record, old.model, old, touched_names(saved.file))
         except ValueError as error:
             bases = f"{config.base_model_name_or_path!r}, not {old.checkpoint.source}"
             raise ValueError(f"{saved.source} names the base {bases}: {error}") from error
+    check_own({name: saved.file[name] for name in saved.of_base}, old.model, config, old)
     PeftModel(copy.deepcopy(old.model), config)  # on the meta device: this checks the file
     checked.take(None, None)
 
@@ -186,10 +188,8 @@ class _Replacement(NamedTuple):
 
 
 def _from_file(saved: AdapterFile) -> dict[str, _Replacement]:
-    own = [entry for entry in saved.entries if ".base_layer." not in entry.name]  # of PEFT: the base's own embeddings
-    dtypes = [saved.file.meta(next(iter(entry.keys().values()))).dtype for entry in own]
-    found = {e.name: functools.partial(saved.decode, e) for e in own}
-    return {n: _Replacement(dtype, found[n]) for n, dtype in zip(found, dtypes, strict=True)}
+    own = [(e, saved.file.meta(next(iter(e.keys().values())))) for e in saved.entries if e.key not in saved.of_base]
+    return {e.name: _Replacement(meta.dtype, functools.partial(saved.decode, e)) for e, meta in own}
 
 
 def _from_memory(merged: Mapping[str, torch.Tensor]) -> dict[str, _Replacement]:

@@ -52,9 +52,9 @@ class TunedModule(HostedBase, BaseTunerLayer):
         self.merged_adapters: list[str] = []
         self._originals: dict[str, torch.Tensor] = {}  # the base's own values while an adapter is merged
         self.untied: dict[str, nn.Parameter] = {}  # the base's parameters that others use too: no merge changes them
+        self.tied: set[str] = set()  # others that are in several places, in all of which each adapter has copies
         self._kept, self._kept_twin = KeptTensors(), KeptTwin()
-        self.in_features = getattr(base_layer, "in_features", None)
-        self.out_features = getattr(base_layer, "out_features", None)
+        self.in_features, self.out_features = (getattr(base_layer, f"{side}_features", None) for side in ("in", "out"))
         self.update_layer(adapter_name, names, **options)
         self.train(base_layer.training)
 
@@ -262,7 +262,8 @@ class TunedModule(HostedBase, BaseTunerLayer):
     def _put_into_base(self, merged: Mapping[str, torch.Tensor]) -> None:
         for name, value in merged.items():
             base: Any = self.base_tensor(name)
-            # a parameter that is tied in the base and in the adapter is merged in each of its places
+            if name in self.tied and hasattr(base, "_original") and not torch.equal(base.data, value):
+                self.untied[name] = base  # another of its places was merged, with other values
             base._original = getattr(base, "_original", base.data)
             self._originals.setdefault(name, base._original)
             if base is self.untied.get(name):
@@ -290,9 +291,8 @@ class TunedModule(HostedBase, BaseTunerLayer):
         """Move an adapter to the base's device. PEFT's own version would also cast it to the base's dtype."""
         if adapter_name not in self.tuned:
             return
-        copies = self.tuned[adapter_name]
-        for name in copies.names:
-            target, tensor = device or self.base_tensor(name).device, copies[name]
+        for name in self.tuned[adapter_name].names:
+            target, tensor = device or self.base_tensor(name).device, self.tuned[adapter_name][name]
             if tensor.device.type != "meta" and tensor.device != target:
                 tensor.data = tensor.data.to(target)
 

@@ -157,15 +157,14 @@ def note_untied(model: nn.Module) -> None:
     """Tell each adapted module which of its base's parameters are used by others that are not tuned with it."""
     tuned = [module for module in model.modules() if isinstance(module, TunedModule)]
     places = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
-    owners = Counter(module.identity(name) for module in tuned for name in module.names_of(module.tuned))
+    entries = [(module, adapter, entry) for module in tuned for adapter, entry in module.tuned.items()]
+    copies = Counter((module.identity(name), adapter) for module, adapter, entry in entries for name in entry.names)
+    parted = {identity for (identity, _), count in copies.items() if count < places[identity]}
     for module in tuned:
         if not module.merged:
-            shared = {name: places[module.identity(name)] for name in module.names_of(module.tuned)}
-            module.untied = {
-                name: cast(nn.Parameter, module.base_tensor(name))
-                for name, count in shared.items()
-                if count > owners[module.identity(name)]
-            }
+            shared = {name for name in module.names_of(module.tuned) if places[module.identity(name)] > 1}
+            module.tied = {name for name in shared if module.identity(name) not in parted}
+            module.untied = {name: cast(nn.Parameter, module.base_tensor(name)) for name in shared - module.tied}
     layers: list[Any] = [m for m in model.modules() if isinstance(m, LoraLayer) and hasattr(m, "untied")]
     for lora in layers:
         if not lora.merged:

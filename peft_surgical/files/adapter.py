@@ -22,11 +22,10 @@ from peft.utils import SAFETENSORS_WEIGHTS_NAME
 
 from peft_surgical.files.encodings import ENCODINGS, difference, find_encoding
 from peft_surgical.files.packing import Shape, pack, unpack
-from peft_surgical.files.safetensors_io import TensorFile, naming, write_tensors, written_aside
-from peft_surgical.names import PREFIX, CopyName
+from peft_surgical.files.safetensors_io import Header, TensorFile, naming, write_tensors, written_aside
+from peft_surgical.names import PREFIX, SEPARATOR, CopyName, as_plain, own_names
 
 
-SEPARATOR = ":"
 ERROR = "error"
 PACKED = "_zstd"  # after the suffix of a part that zstd has made smaller
 _HUB_OPTIONS = inspect.signature(hf_hub_download).parameters.keys() - {
@@ -60,6 +59,16 @@ class Entry:
         return [key.removesuffix(PACKED * bool(suffix)) for suffix, key in self.keys().items() if suffix != ERROR]
 
 
+class AdapterTensors(TensorFile):
+    """The tensors of an adapter's file by all of their names, without those that PEFT has repeated."""
+
+    def __init__(self, path: str | os.PathLike, present_name: Callable[[str], str] = lambda name: name):
+        super().__init__(path, present_name)
+        for name, other in tied_keys(self.header, self.names_in_file.items()):
+            self.also_as(name, other, present_name)
+        self.names_in_file = {name: self.names_in_file[name] for name in own_names(self)}
+
+
 class AdapterFile:
     """A saved adapter of any PEFT method, its tensors by the names that they have in the loaded base."""
 
@@ -74,8 +83,18 @@ class AdapterFile:
         path = os.path.join(folder, SAFETENSORS_WEIGHTS_NAME)
         if not os.path.isfile(path):
             raise ValueError(f"{source} has no {SAFETENSORS_WEIGHTS_NAME}. Save the adapter again.")
-        self.file = TensorFile(path, present_name)
+        self.file = AdapterTensors(path, present_name)
         self.entries = entries(self.file)
+
+    @property
+    def whole(self) -> set[str]:
+        """The names in the base of the tensors whose values do not depend on the base's."""
+        return {entry.name for entry in self.entries if entry.encoding == "values"}
+
+    @property
+    def of_base(self) -> set[str]:
+        """The names in the file of weights of the base that PEFT has saved beside what is tuned of them."""
+        return {name for name in self.file if ".base_layer." in name and ".token_adapter." not in name}
 
     def decode(self, entry: Entry, base: torch.Tensor | None = None) -> torch.Tensor:
         """The trained values of one tensor, which need the base's own if it is encoded."""
@@ -91,13 +110,24 @@ class AdapterFile:
         return is_alike and all(torch.equal(self.file[one], self.file[two]) for one, two in keys)
 
     def nbytes(self, entry: Entry) -> int:
-        """The size of a tensor in the file, all parts together, in bytes."""
-        return sum(self.file.meta(key).nbytes for key in entry.keys().values())
+        """The size of a tensor in the file, all parts together, in bytes; 0 if it is stored under another name."""
+        keys = [key for key in entry.keys().values() if self.file.names_in_file[key] not in self.file.stored_as]
+        return sum(self.file.meta(key).nbytes for key in keys)
 
 
 def entries(names: Iterable[str]) -> list[Entry]:
     """The trained tensors in an adapter's file, from the names in its header."""
     return [entry_of(key, list(parts)) for key, parts in group_parts(dict.fromkeys(names)).items()]
+
+
+def tied_keys(header: Header | None, names: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
+    """The names under which a file's tensors are also meant, each after what a tensor is called here.
+
+    `names` are what the tensors are called here and in the file.
+    """
+    tied = header.tied.items() if header is not None else ()
+    found = [(name, key, as_plain(key)) for name, key in (names if tied else ())]
+    return [(name, other + key[len(plain) :]) for other, one in tied for name, key, plain in found if plain == one]
 
 
 def touched_names(names: Iterable[str]) -> set[str]:
@@ -139,9 +169,10 @@ def write_adapter(
     folder.parent.mkdir(parents=True, exist_ok=True)
     with written_aside(folder) as aside:
         aside.mkdir()
-        nbytes = write_tensors(aside / SAFETENSORS_WEIGHTS_NAME, tensors)
+        write_tensors(aside / SAFETENSORS_WEIGHTS_NAME, tensors)
         config.save_pretrained(str(aside), auto_mapping_dict=auto_mapping)
-    return nbytes
+    file = TensorFile(folder / SAFETENSORS_WEIGHTS_NAME)
+    return sum(file.meta(name).nbytes for name in file)
 
 
 # ---- encoded tensors
@@ -224,11 +255,6 @@ def decode_tensors(tensors: Mapping[str, torch.Tensor], bases: Mapping[str, torc
         except (ValueError, RuntimeError) as error:
             raise ValueError(f"The tensor {name!r} cannot be decoded: {error}.") from error
     return decoded
-
-
-def as_plain(key: str) -> str:
-    """The plain name of the tensor that a key in a file is, or is a part of."""
-    return key.partition(SEPARATOR)[0]
 
 
 def group_parts(tensors: Mapping[str, object]) -> dict[str, dict]:

@@ -122,6 +122,24 @@ def with_vocabulary(record: dict[str, Any], model: nn.Module) -> dict[str, Any]:
     return {**record, "vocab_size": size, "tensors": {**kept, **marks}}
 
 
+def without_resized(
+    record: dict[str, Any], stored: Mapping[str, torch.Tensor], model: nn.Module, whole: Collection[str]
+) -> dict[str, Any]:
+    """The description of a base without the stored tensors that have another size in the model, of more tokens, say.
+
+    An adapter that has these `whole` needs none of their values; for another it is an error.
+    """
+    marks, wanted = dict(record.get("tensors", {})), model.state_dict()
+    for name in [n for n in marks if n in stored and n in wanted and stored[n].shape != wanted[n].shape]:
+        if name not in whole:
+            raise ValueError(
+                f"{name!r} has the shape {tuple(stored[name].shape)}, and had {tuple(wanted[name].shape)} when the "
+                "adapter was trained. Resize the base likewise and save it first."
+            )
+        del marks[name]
+    return {**record, "tensors": marks}
+
+
 def check_record(record: Any) -> None:
     """Check that something is what `describe_base` gives, or a part of it."""
     kinds = {"architecture": str, "model_type": str, "layers": dict, "vocab_size": int, "tensors": dict}

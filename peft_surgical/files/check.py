@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import mmap
 import os
-import shutil
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
@@ -15,18 +15,10 @@ from typing import Any, BinaryIO
 import numpy as np
 import torch
 
-from peft_surgical.files.adapter import (
-    ERROR,
-    SEPARATOR,
-    as_plain,
-    decode_tensors,
-    encoding_of,
-    entry_of,
-    group_parts,
-    part_specs,
-)
+from peft_surgical.files.adapter import ERROR, decode_tensors, encoding_of, entry_of, group_parts, part_specs
 from peft_surgical.files.packing import Shape
 from peft_surgical.files.safetensors_io import HEADER, Header, TensorFile, checksum, naming, written_aside
+from peft_surgical.names import SEPARATOR, CopyName, as_plain, own_names
 
 
 def read_header(file: BinaryIO) -> tuple[dict[str, Any], int]:
@@ -40,7 +32,8 @@ def read_header(file: BinaryIO) -> tuple[dict[str, Any], int]:
 def add_header(path: Path, base: Mapping[str, Any]) -> str:
     """Put the record of the base and checksums into a safetensors file that has none; gives `Header.saved`.
 
-    The file is replaced at once, by one with the permissions of any new file.
+    Weights that are in it several times are kept once. It is replaced at once, by one with the permissions of any new
+    file.
     """
     with open(path, "rb") as old:
         entries, start = read_header(old)
@@ -48,19 +41,38 @@ def add_header(path: Path, base: Mapping[str, Any]) -> str:
         if (header := Header.parse(metadata)) is not None:
             return header.saved
         data = np.frombuffer(mmap.mmap(old.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)[start:]
-        sums = {
-            name: checksum(entry["dtype"], entry["shape"], data[slice(*entry["data_offsets"])])
-            for name, entry in entries.items()
-        }
-        header = Header(dict(base), sums)
-        metadata[HEADER] = json.dumps(asdict(header), separators=(",", ":"))
-        text = json.dumps({"__metadata__": metadata, **entries}, separators=(",", ":")).encode()
+        entries = {name: entries[name] for name in sorted(own_names(entries), reverse=True)}  # embeddings before heads
+        values = {name: data[slice(*entry["data_offsets"])] for name, entry in entries.items()}
+        sums = {name: checksum(entries[name]["dtype"], entries[name]["shape"], values[name]) for name in entries}
+        tied = _tied(entries, sums, values)
+        kept = sorted((n for n in entries if as_plain(n) not in tied), key=lambda n: entries[n]["data_offsets"])
+        header = Header(dict(base), {name: sums[name] for name in kept}, tied)
+        fields = asdict(header) if tied else {"base": header.base, "checksums": header.checksums}
+        metadata[HEADER] = json.dumps(fields, separators=(",", ":"))
+        ends = list(itertools.accumulate(len(values[name]) for name in kept))
+        for name, begin, end in zip(kept, [0, *ends], ends, strict=False):
+            entries[name]["data_offsets"] = [begin, end]
+        text = json.dumps({"__metadata__": metadata, **{n: entries[n] for n in kept}}, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
         with written_aside(path) as aside, open(aside, "wb") as new:
             new.write(len(text).to_bytes(8, "little") + text)
-            old.seek(start)
-            shutil.copyfileobj(old, new, 1 << 24)
+            for name in kept:
+                new.write(values[name].data)
     return header.saved
+
+
+def _tied(entries: Mapping[str, Any], sums: Mapping[str, int], values: Mapping[str, np.ndarray]) -> dict[str, str]:
+    """The weights that are in a file more than once, by their plain names: embeddings, and a head that shares them."""
+    first: dict[Any, dict[str, str]] = {}
+    tied: dict[str, str] = {}
+    for name, parts in group_parts({key: key for key in entries}).items():
+        is_whole = ".lora_" not in name or CopyName.parse(name) is not None
+        if is_whole and ("" not in parts or len(entries[name]["shape"]) > 1):
+            mark = tuple((suffix, sums[key], str(entries[key]["shape"])) for suffix, key in sorted(parts.items()))
+            others = first.setdefault(mark, parts)
+            if others is not parts and all(np.array_equal(values[key], values[others[s]]) for s, key in parts.items()):
+                tied[name] = as_plain(next(iter(others.values())))
+    return tied
 
 
 def decoded_shapes(
@@ -147,6 +159,27 @@ def check_tensors(
                 f"{source} has a tensor {name!r} that this adapter's configuration does not account for. Were the two "
                 "files of the adapter saved together?"
             )
+
+
+def differing(tensors: Mapping[str, torch.Tensor], places: Mapping[str, int]) -> list[str]:
+    """The names of tensors that go to one place with another one before them, and have other values than that."""
+    first: dict[int, torch.Tensor] = {}
+    return [
+        name
+        for name, place in places.items()
+        if (other := first.setdefault(place, tensors[name])) is not tensors[name]
+        and not torch.equal(other, tensors[name])
+    ]
+
+
+def check_tied(state: Mapping[str, torch.Tensor], live: Mapping[str, torch.Tensor], adapter_name: str) -> None:
+    """Check that what goes into an adapter has the same values wherever the adapter has one tensor in two places."""
+    places = {name: live[name].data_ptr() for name in state if name in live and live[name].numel()}
+    if names := differing(state, {name: place for name, place in places.items() if place}):
+        raise ValueError(
+            f"{names[0]!r} shares its weights in adapter {adapter_name!r} with another tensor, which has other values "
+            "in what is loaded. Load that beside it instead: load_adapter, then set_adapter."
+        )
 
 
 def check_gathered(tensors: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Size], *, source: str) -> None:

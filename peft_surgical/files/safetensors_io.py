@@ -11,7 +11,7 @@ import tempfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -56,10 +56,12 @@ class Header:
 
     base: dict[str, Any]  # see `describe_base`
     checksums: dict[str, int]  # by the tensors' names in the file
+    tied: dict[str, str] = field(default_factory=dict)
+    """By their plain names, tensors that are stored once, under the plain name of another one."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.base, dict) or not isinstance(self.checksums, dict):
-            raise ValueError("base and checksums must be objects")
+        if not all(isinstance(value, dict) for value in (self.base, self.checksums, self.tied)):
+            raise ValueError("base, checksums and tied must be objects")
 
     @classmethod
     def parse(cls, metadata: Mapping[str, str]) -> Header | None:
@@ -69,7 +71,7 @@ class Header:
     @property
     def saved(self) -> str:
         """What `adapter_config.json` knows the file by."""
-        return f"{zlib.crc32(json.dumps(self.checksums, sort_keys=True).encode()):08x}"
+        return f"{zlib.crc32(json.dumps({**self.checksums, **self.tied}, sort_keys=True).encode()):08x}"
 
     def check(self, name: str, found: int) -> None:
         """Check a tensor's checksum."""
@@ -99,6 +101,8 @@ def naming(what: object) -> Iterator[None]:
 class TensorFile(Mapping[str, torch.Tensor]):
     """A safetensors file, memory-mapped. Tensors that have a checksum are checked when they are read."""
 
+    stored_as: dict[str, str]  # by a name in `names_in_file`, where it is another: the one that the file has
+
     def __init__(self, path: str | os.PathLike, present_name: Callable[[str], str] = lambda name: name):
         self.path = Path(path)
         try:
@@ -106,6 +110,16 @@ class TensorFile(Mapping[str, torch.Tensor]):
             self.names_in_file = {present_name(name): name for name in self._file.keys()}
         except (SafetensorError, OSError) as error:
             raise ValueError(f"{path} cannot be read as a safetensors file ({error}). Copy it again.") from error
+        self.stored_as = {}
+
+    def also_as(self, name: str, other: str, present_name: Callable[[str], str] = lambda name: name) -> None:
+        """Let a tensor have another name as well; `present_name` gives what that is called here."""
+        self.stored_as[other] = self._key(name)
+        self.names_in_file[present_name(other)] = other
+
+    def _key(self, name: str) -> str:
+        name = self.names_in_file[name]
+        return self.stored_as.get(name, name)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.names_in_file)
@@ -117,7 +131,7 @@ class TensorFile(Mapping[str, torch.Tensor]):
         return name in self.names_in_file
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        key = self.names_in_file[name]
+        key = self._key(name)
         tensor = self._file.get_tensor(key)
         if self.header is not None:
             data = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
@@ -129,7 +143,7 @@ class TensorFile(Mapping[str, torch.Tensor]):
 
     def meta(self, name: str) -> torch.Tensor:
         """A tensor on the meta device: shape, dtype and size in bytes, from the header alone."""
-        entry = self._file.get_slice(self.names_in_file[name])
+        entry = self._file.get_slice(self._key(name))
         if entry.get_dtype() not in DTYPES:
             raise ValueError(
                 f"{self.path}: the tensor {name!r} has the dtype {entry.get_dtype()}, which is not known."

@@ -19,13 +19,13 @@ from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME
 from typing_extensions import Self
 
 from peft_surgical.copies.host import BASE_COPIES
-from peft_surgical.files.adapter import AdapterFile, group_parts, weights_file
+from peft_surgical.files.adapter import AdapterFile, AdapterTensors, group_parts, weights_file
 from peft_surgical.files.base import check_record
 from peft_surgical.files.check import add_header, checked, decoded_shapes
 from peft_surgical.files.encodings import check_encoding
 from peft_surgical.files.safetensors_io import Header, TensorFile, download, written_aside
 from peft_surgical.methods.resolve import check_patterns
-from peft_surgical.names import PREFIX
+from peft_surgical.names import PREFIX, renamed
 
 
 FORMAT_VERSION = 1
@@ -179,10 +179,13 @@ class DeltaConfig(PeftConfig):
 
     def _is_in(self, weights: Path) -> bool:
         """Whether a file is one of this adapter's tensors, by their names."""
-        if self.resolution is None or not weights.is_file():
+        if not weights.is_file():
             return False
-        names = {f"{PREFIX}{name.replace('.modules_to_save.', '.')}" for name in self.resolution.shapes}
-        return names <= set(group_parts(TensorFile(weights)))
+        if self.resolution is None:  # of a file that is made from another's
+            names = set(group_parts(vars(self).get("_opened") or {"none": 0}))
+        else:
+            names = {f"{PREFIX}{name.replace('.modules_to_save.', '.')}" for name in self.resolution.shapes}
+        return names <= set(group_parts(AdapterTensors(weights)))
 
     def open_weights(self) -> TensorFile | None:
         """The file of tensors that belongs to this config, if it was read from a folder or the hub."""
@@ -192,7 +195,7 @@ class DeltaConfig(PeftConfig):
         path = weights_file(*source) if source else None
         if path is None:
             return None
-        file = TensorFile(path, self.present_name)
+        file = AdapterTensors(path, self.present_name)
         self.take_header(file.header, file.path)
         return file
 
@@ -234,13 +237,7 @@ class DeltaConfig(PeftConfig):
 
     def present_name(self, name: str) -> str:
         """The name that a saved tensor has in the base at hand, see `key_mapping`."""
-        prefix = PREFIX if name.startswith(PREFIX) else ""
-        bare = name.removeprefix(prefix)
-        for pattern, replacement in (self.key_mapping or {}).items():
-            renamed, count = re.subn(pattern, replacement, bare)
-            if count:
-                return prefix + renamed
-        return name
+        return renamed(name, self.key_mapping)
 
     def forget_saved_names(self) -> None:
         """Go over to the present names for good, once the tensors are in the model."""

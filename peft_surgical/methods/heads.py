@@ -13,6 +13,7 @@ from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 from torch import nn
 
 from peft_surgical.copies.select import bottom, matches_any, own_tensor_names, token_embeddings
+from peft_surgical.files.adapter import touched_names
 from peft_surgical.files.base import base_tensors
 from peft_surgical.files.safetensors_io import TensorFile
 from peft_surgical.layers import find_stacks, unwrap
@@ -192,21 +193,50 @@ def embedding_tensors(model: nn.Module) -> dict[str, str]:
     return found
 
 
-def changed_embeddings(file: TensorFile, model: nn.Module, base: Mapping[str, torch.Tensor]) -> list[str]:
-    """The paths of the embeddings that PEFT saved along and that have other values than the base's."""
+def changed_embeddings(
+    file: TensorFile, model: nn.Module, base: Mapping[str, torch.Tensor], heads: Sequence[str]
+) -> list[str]:
+    """The paths of the embeddings, but for `heads`, that PEFT saved along and that have other values than the base's.
+
+    The base may use such weights in other places too, of which PEFT has saved none: an encoder's and a decoder's. They
+    are the adapter's in these as well, so the file has them by these names from now on.
+    """
     found: dict[str, None] = {}
-    for key, path in embedding_tensors(model).items():
-        if (own := base.get(key.removeprefix(PREFIX))) is not None and key in file and not is_same(file[key], own):
-            found[path] = None
+    for key in embedding_tensors(model):
+        own = base.get(key.removeprefix(PREFIX))
+        if own is None or key not in file or matches_any(base_path(key), heads) or is_same(file[key], own):
+            continue
+        places = [name for name, tensor in base.items() if tensor is own and name not in touched_names(file)]
+        modules = [bottom(model.get_submodule(name.rpartition(".")[0])) for name in places]
+        if len(set(map(id, modules))) < len(modules):
+            raise ValueError(
+                f"{key!r} has other values than the base's {' and '.join(places)}, which are one module that no "
+                "adapter can have for itself. Copy the values into the base before the adapter is loaded."
+            )
+        for name in places:
+            found[name.rpartition(".")[0]] = None
+            if (other := f"{PREFIX}{name}") not in file:
+                file.also_as(key, other)
     return list(found)
 
 
-def check_own(tensors: Mapping[str, torch.Tensor], model: nn.Module, config: Any) -> None:
+def take_out_own(
+    state: dict[str, torch.Tensor], model: nn.Module, config: Any, base: Mapping[str, torch.Tensor] | None = None
+) -> None:
+    """Take the embeddings that are not the adapter's, but the base's own, out of its state, once that is checked."""
+    of_base = embedding_tensors(model)
+    names = [n for n in state if n in of_base and not matches_any(base_path(n), config.modules_to_save)]
+    check_own({name: state.pop(name) for name in names}, model, config, base)
+
+
+def check_own(
+    tensors: Mapping[str, torch.Tensor], model: nn.Module, config: Any, base: Mapping[str, torch.Tensor] | None = None
+) -> None:
     """Check that tensors, by their names in a file, are the base's own, which loading never changes.
 
     Those for which the adapter has its own count for nothing: of `modules_to_save`, and of the rows that it trains.
     """
-    base = base_tensors(unwrap(model)) if tensors else {}
+    base = (base_tensors(unwrap(model)) if tensors else {}) if base is None else base
     rows = trained_rows(unwrap(model), config) if tensors else {}
     trained = {id(base[name]): tokens for name, tokens in rows.items()}  # also of a head that shares the weights
     for name, tensor in tensors.items():

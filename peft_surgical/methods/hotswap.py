@@ -16,18 +16,20 @@ from peft import LoraConfig, PeftConfig, PeftModel
 from peft.tuners.lora.layer import LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import hotswap
-from peft.utils.other import ModulesToSaveWrapper
+from peft.utils.other import ModulesToSaveWrapper, set_additional_trainable_modules
 from torch import nn
 
 from peft_surgical.compat import get_submodules, insert_adapter_name
 from peft_surgical.copies.columns import ColumnTensors
 from peft_surgical.copies.module import TunedModule
 from peft_surgical.copies.select import innermost_tuned
+from peft_surgical.files.check import check_tied
 from peft_surgical.layers import LayerSpec
 from peft_surgical.methods.combine import united_config
+from peft_surgical.methods.heads import take_out_own
 from peft_surgical.methods.saving import decode_state, live_tensors
 from peft_surgical.methods.tuner import DeltaTuner
-from peft_surgical.names import OWN_TENSORS, PREFIX, CopyName, as_in_file, without_wrappers
+from peft_surgical.names import OWN_TENSORS, PREFIX, CopyName, as_in_file, own_names, without_wrappers
 
 
 def prepare_model_for_hotswap(
@@ -108,12 +110,14 @@ def swap_in(model: nn.Module, state: Mapping[str, torch.Tensor], adapter_name: s
     with config.naming_itself():
         with tuner._gathering():
             tuner._prepare_model(config, tuner.model)
-        state = {config.present_name(name): tensor for name, tensor in state.items()}
+        state = {config.present_name(name): state[name] for name in own_names(state)}
         state = decode_state(_peft_model(model), adapter_name, state, tuner._remove_adapter_name_from_key)
         lora = {name: tensor for name, tensor in state.items() if ".lora_" in name and CopyName.parse(name) is None}
         copies = {name: tensor for name, tensor in state.items() if name not in lora}
         pairs = list(_pairs(tuner, adapter_name, copies))
+        take_out_own(copies, tuner.model, config)
         _check_pairs(pairs, copies, adapter_name)
+        check_tied({key: value for key, _, value in pairs}, {key: target for key, target, _ in pairs}, adapter_name)
     if isinstance(config, LoraConfig):  # PEFT swaps its matrices and scalings; where there are none they become zero
         named = insert_adapter_name(lora, adapter_name, "lora_")
         inspect.unwrap(hotswap.hotswap_adapter_from_state_dict)(model, named, adapter_name, config)
@@ -162,6 +166,11 @@ def _make_room(tuner: Any, adapter_name: str, united: Any) -> None:
         parent, target, target_name = get_submodules(tuner.model, path)
         if not _has_room(target, path, adapter_name, united):
             tuner._create_and_replace(united, adapter_name, target, target_name, parent, current_key=path)
+    further = copy.copy(united)
+    present = tuner.peft_config[adapter_name].modules_to_save or []
+    further.modules_to_save = [name for name in united.modules_to_save or [] if name not in present]
+    further.trainable_token_indices = None
+    set_additional_trainable_modules(tuner.model, further, {}, adapter_name, adapter_name in tuner.active_adapters)
     with torch.no_grad():
         for name, tensor in live_tensors(tuner.model, adapter_name).items():
             if as_in_file(name) in before:

@@ -15,12 +15,12 @@ from peft.tuners.tuners_utils import BaseTuner
 from peft.utils import CONFIG_NAME, hotswap, register_peft_method
 
 from peft_surgical.compat import add_peft_type
-from peft_surgical.files.adapter import weights_file
+from peft_surgical.files.adapter import AdapterTensors, weights_file
 from peft_surgical.files.check import StateOfFile, checked
-from peft_surgical.files.safetensors_io import TensorFile
 from peft_surgical.methods.card import upload_with_card, write_card
 from peft_surgical.methods.config import MOST_BYTES, DeltaConfig, sources
 from peft_surgical.methods.hotswap import swap_in
+from peft_surgical.names import renamed
 
 
 _tuners: dict[str, type[BaseTuner]] = {}  # of the methods of this package
@@ -104,22 +104,21 @@ def _load_checked(
     if is_own and (state := checked.take(model_id, kwargs.get("subfolder"))) is not None:
         return state
     file = _open_own(model_id, kwargs, is_own)
-    if file is None or kwargs.get("key_mapping"):
-        state = of_peft(model_id, "cpu" if is_own or file else device, *args, **kwargs)
-        file = file or _open_own(model_id, kwargs, is_own)  # it was on the hub
-    else:
-        state = dict(file)
-    return state if file is None or file.header is None else StateOfFile(state, file.header)
+    if file is None:
+        state = of_peft(model_id, "cpu" if is_own else device, *args, **kwargs)
+        if (file := _open_own(model_id, kwargs, is_own)) is None:
+            return state  # else it was on the hub
+    return dict(file) if file.header is None else StateOfFile(dict(file), file.header)
 
 
-def _open_own(model_id: Any, options: Mapping[str, Any], is_own: bool) -> TensorFile | None:
+def _open_own(model_id: Any, options: Mapping[str, Any], is_own: bool) -> AdapterTensors | None:
     """The file that PEFT is about to read, or has downloaded, if it is one of this package."""
     subfolder, known = options.get("subfolder"), {**options, "local_files_only": True}
     path = weights_file(os.fspath(model_id), subfolder, known)
     if path is None:
         return None
     try:
-        file = TensorFile(path)
+        file = AdapterTensors(path, lambda name: renamed(name, options.get("key_mapping")))
     except ValueError:
         if is_own:
             raise

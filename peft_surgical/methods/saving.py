@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -22,16 +22,34 @@ from peft_surgical.files.check import (
     StateOfFile,
     check_gathered,
     check_tensors,
+    check_tied,
     decoded_shapes,
+    differing,
     read_state,
     sharded,
 )
 from peft_surgical.files.encodings import check_encoding
 from peft_surgical.files.safetensors_io import TensorFile
 from peft_surgical.layers import unwrap
-from peft_surgical.methods.heads import TRAINED_TOKENS, check_own, embedding_tensors, head_shapes, trained_rows
+from peft_surgical.methods.heads import (
+    TRAINED_TOKENS,
+    check_own,
+    embedding_tensors,
+    head_shapes,
+    take_out_own,
+    trained_rows,
+)
 from peft_surgical.methods.wrappers import take_out_unfilled
-from peft_surgical.names import PREFIX, as_attribute, as_in_file, base_path, without_engines, without_wrappers
+from peft_surgical.names import (
+    PREFIX,
+    as_attribute,
+    as_in_file,
+    base_path,
+    is_of_peft,
+    own_names,
+    without_engines,
+    without_wrappers,
+)
 
 
 def prefix_of_peft_model(names: Iterable[str]) -> str:
@@ -58,20 +76,19 @@ def live_tensors(model: nn.Module, adapter_name: str) -> dict[str, torch.Tensor]
     return found
 
 
-def is_of_peft(name: str) -> bool:
-    """Whether a tensor of an adapter is one that PEFT itself saves and loads: of a head, or of trained tokens."""
-    return ".modules_to_save." in name or ".token_adapter." in name
-
-
 class SavedState(BaseTuner):
     """What `DeltaTuner` does when PEFT saves an adapter's state or loads one."""
 
     tuned_module_cls: type[TunedModule] = TunedModule
+    _untied: set[int] = set()  # the base's tensors, by `id`, of which the adapter being made has unequal copies
     _labels_of_base: dict[str, Any]
 
     @property
     def _container(self) -> str:
         return self.tuned_module_cls.adapter_layer_names[0]
+
+    def _is_untied(self, module: nn.Module, names: Sequence[str]) -> bool:
+        return bool(self._untied) and any(id(original_tensor(module, name)) in self._untied for name in names)
 
     def _touched_tensors(self, config: Any, model: nn.Module) -> dict[str, torch.Tensor]:
         """The base's original values of the tensors that the adapter changes, by name."""
@@ -102,11 +119,12 @@ class SavedState(BaseTuner):
         specs = {name: file.meta(name) for name in file}
         shapes = decoded_shapes(specs, expected, base_tensors(model), str(file.path))
         check_tensors(shapes, expected, source=str(file.path), is_known=is_known)
-        copies = config.resolution.copy_names(self._container)
+        copies = list(config.resolution.copy_names(self._container))
         bases = {name.in_file: tensors[name.in_base] for _, name in copies if name.in_base in tensors}
         state = read_state(file, bases)
-        others = embedding_tensors(model).keys() - expected.keys()
-        check_own({name: state.pop(name) for name in list(state) if name in others}, model, config)
+        take_out_own(state, model, config)
+        held = {config.present_name(name): tensor for name, tensor in state.items() if not tensor.is_meta}
+        self._untied = {id(bases[n]) for n in differing(held, {n: id(b) for n, b in bases.items() if n in held})}
         config.hold(state)
 
     @classmethod
@@ -171,7 +189,7 @@ class SavedState(BaseTuner):
         if is_of_file and config.check_base and engine_of(model) is None:  # engines hold parts of a base
             base, touched = base_tensors(unwrap(model)), touched_names(state_dict)
             check_base(state_dict.header.base, unwrap(model), base, touched, config.present_name)
-        state_dict = {config.present_name(name): tensor for name, tensor in state_dict.items()}
+        state_dict = {config.present_name(name): state_dict[name] for name in own_names(state_dict)}
         whole = partial(whole_weights, model) if is_encoded(state_dict) else nullcontext
         with whole():
             decoded = decode_state(model, adapter_name, state_dict, cls._remove_adapter_name_from_key)
@@ -200,6 +218,7 @@ class SavedState(BaseTuner):
         others = {name: tensor for name, tensor in remapped.items() if name not in live and name not in biases}
         check_own(others, model, config)
         remapped = {name: tensor for name, tensor in remapped.items() if name not in others}
+        check_tied(remapped, live if engine_of(model) is None else {}, adapter_name)
         config.forget_saved_names()
         config._is_unfilled = False
         # PEFT may assign what it loads, which would bring the file's dtype and device into the model

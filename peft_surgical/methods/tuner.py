@@ -69,8 +69,8 @@ class DeltaTuner(SavedState, BaseTuner):
         if not hasattr(self, "_labels_of_base"):
             self._labels_of_base = label_settings(model)
         file, base = peft_config.open_weights(), base_tensors(model)
-        along = changed_embeddings(file, model, base) if file is not None else []
-        heads = [*(peft_config.modules_to_save or []), *head_names(model, peft_config.task_type), *along]
+        heads = [*(peft_config.modules_to_save or []), *head_names(model, peft_config.task_type)]
+        heads += changed_embeddings(file, model, base, heads) if file is not None else []
         peft_config.modules_to_save = list(dict.fromkeys(heads)) or None
         check_trained_rows(model, peft_config, base)
         peft_config.resolution = shared_once(self._resolve(peft_config, model), model)
@@ -126,7 +126,7 @@ class DeltaTuner(SavedState, BaseTuner):
         options = {
             "init_weights": getattr(peft_config, "init_weights", True) is not False,
             "inference_mode": peft_config.inference_mode,
-            "shared": self._copied,
+            "shared": {} if self._is_untied(target, names) else self._copied,
             # for inference an adapter of columns is like any other
             "columns": None if peft_config.inference_mode else peft_config.resolution.columns.get(current_key),
             "untrained": {n for n in names if f"{without_wrappers(current_key)}.{n}" in self._untrained},
@@ -174,7 +174,7 @@ class DeltaTuner(SavedState, BaseTuner):
         config: Any = self.peft_config[adapter_name]
         config._is_unfilled = hasattr(config, "_source")
         self._frozen_on_purpose = frozen  # PEFT gives back the flags that it set meanwhile
-        self._copied = {}
+        self._copied, self._untied = {}, set()
         if config.labels and self._labels_of_base:
             resize_heads(model, adapter_name, config.labels["num_labels"], self._labels_of_base["num_labels"])
         live = live_tensors(model, adapter_name).items()

@@ -74,9 +74,9 @@ class ServedWeights:
         self._keeps_names = True  # of layers and other modules, but for prefixes
         self._shapes: dict[Any, ModelTensors] = {}  # by config, for nearly all tasks the same
         options = vllm_config.additional_config if isinstance(vllm_config.additional_config, dict) else {}
-        budget = parse_budget(options.get("host_budget", "16GB"))
-        is_on_gpu = next(model.parameters()).is_cuda
-        self._pinned = PinnedCopies(budget and budget // get_world_group().world_size if is_on_gpu else 0)
+        self._is_on_gpu = next(model.parameters()).is_cuda
+        budget = parse_budget(options.get("host_budget", "16GB" if self._is_on_gpu else "2GB"))
+        self._kept = HostCopies(budget and budget // get_world_group().world_size, self._is_on_gpu)
         # of every module that an update leaves alone vLLM warns that it was not loaded
         reload_logger = logging.getLogger(initialize_layerwise_reload.__module__)
         reload_logger.addFilter(lambda record: "Failed to load weights" not in record.msg)
@@ -115,7 +115,7 @@ class ServedWeights:
             raise ValueError(
                 f"{experts[0]} has experts, which vLLM 0.32 reloads wrongly on a CPU; others are untried."
             )
-        return self._pinned.get(folder, _state_of(folder), lambda: self._read(folder))
+        return self._kept.get(folder, _state_of(folder), lambda: self._read(folder))
 
     def _read(self, folder: str) -> dict[str, torch.Tensor]:
         saved = open_adapter(folder)
@@ -174,20 +174,27 @@ class ServedWeights:
             names = self._layers[layer]
             tensors = changes
             if not changes.keys() >= set(names):
-                own = self._pinned.get(layer, None, lambda: {name: self._base[name] for name in names})  # noqa: B023
-                tensors = {**own, **changes}
+                tensors = {**self._own(layer, names), **changes}
             for name in names:
                 tensor = tensors[name]
                 yield CheckpointWeightPatch(name, tuple(tensor.shape), tensor.dtype, tensor.reshape(-1))
 
+    def _own(self, layer: str, names: list[str]) -> dict[str, torch.Tensor]:
+        def read() -> dict[str, torch.Tensor]:
+            return {name: self._base[name] for name in names}
 
-class PinnedCopies:
-    """Tensors that go to a GPU again and again, in pinned host memory, from where they go at its full bandwidth.
+        return self._kept.get(layer, None, read) if self._is_on_gpu else read()  # on a CPU, they are but mapped
 
-    Those that were used least recently leave where others need room. What has no room is read again each time.
+
+class HostCopies:
+    """Tensors that go to the model again and again, read, checked and decoded once.
+
+    For a GPU they lie in pinned memory, from where they go there at its full bandwidth. Those that were used least
+    recently leave where others need room. What has no room is read again each time.
     """
 
-    def __init__(self, budget: int | None):
+    def __init__(self, budget: int | None, is_pinned: bool):
+        self._is_pinned = is_pinned
         self._kept: LruBudget[str, tuple[Any, dict[str, torch.Tensor]]] = LruBudget("host", budget)
 
     def get(self, key: str, state: Any, read: Callable[[], dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
@@ -200,13 +207,15 @@ class PinnedCopies:
             self._kept.evict(key)
         try:
             self._kept.reserve(key, sum(tensor.nbytes for tensor in tensors.values()))
-            with ThreadPoolExecutor(READERS) as pool:
-                pinned = dict(zip(tensors, pool.map(torch.Tensor.pin_memory, tensors.values()), strict=True))
+            if self._is_pinned:
+                with ThreadPoolExecutor(READERS) as pool:
+                    pinned = pool.map(torch.Tensor.pin_memory, tensors.values())
+                    tensors = dict(zip(tensors, pinned, strict=True))
         except (NoRoomError, RuntimeError):  # the system may pin no more
             self._kept.drop_reservation(key)
             return tensors
-        self._kept.put(key, (state, pinned))
-        return pinned
+        self._kept.put(key, (state, tensors))
+        return tensors
 
 
 def _state_of(folder: str) -> list[tuple[int, int, int]]:

@@ -47,10 +47,11 @@ def keep(served: Served, monkeypatch, budget: int | None) -> list[str]:
     """Let it keep copies as on a GPU; gives the names of what is read, in order."""
     read: list[str] = []
     monkeypatch.setattr(torch.Tensor, "pin_memory", torch.Tensor.clone)
-    monkeypatch.setattr(served.weights, "_pinned", type(served.weights._pinned)(budget))
-    get = served.weights._pinned.get
+    monkeypatch.setattr(served.weights, "_is_on_gpu", True)
+    monkeypatch.setattr(served.weights, "_kept", type(served.weights._kept)(budget, True))
+    get = served.weights._kept.get
     monkeypatch.setattr(
-        served.weights._pinned, "get", lambda key, state, do: get(key, state, lambda: (read.append(key), do())[1])
+        served.weights._kept, "get", lambda key, state, do: get(key, state, lambda: (read.append(key), do())[1])
     )
     return read
 
@@ -68,7 +69,7 @@ def test_copies_of_tasks_come_and_go_and_what_is_served_is_always_right(served, 
         task = draw.choice(TASKS)
         served.seconds(task)
         served.check(task)
-    used = served.weights._pinned._kept
+    used = served.weights._kept._kept
     assert used.used == sum(t.nbytes for _, tensors in used._values.values() for t in tensors.values())
     assert budget is None or used.peak <= budget
 
@@ -86,6 +87,26 @@ def test_what_is_kept_is_not_read_again(served, monkeypatch):
     assert read[-1] == str(served.folder / "values")
 
 
+def test_on_a_cpu_tasks_are_kept_and_not_copied(served, monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "pin_memory", None)
+    read: list[str] = []
+    change = served.weights._read
+    monkeypatch.setattr(served.weights, "_read", lambda folder: (read.append(folder), change(folder))[1])
+    for task in ["values", "int8", None, "values", "another", "int8", None, "values"]:
+        served.seconds(task)
+        served.check(task)
+    assert len(read) == 3
+    tensors = [tensor for _, tensors in served.weights._kept._kept._values.values() for tensor in tensors.values()]
+    assert served.weights._kept._kept.used == sum(tensor.nbytes for tensor in tensors)  # nothing of the base
+    shutil.copytree(served.folder / "another", served.folder / "new")
+    shutil.rmtree(served.folder / "values")
+    (served.folder / "new").rename(served.folder / "values")  # saved anew under its name
+    served.seconds(None)
+    served.seconds("values")
+    assert len(read) == 4
+    served.check("another")
+
+
 def test_a_system_that_pins_no_more_memory_serves_all_the_same(served, monkeypatch):
     def refuse(tensor: torch.Tensor) -> torch.Tensor:
         raise RuntimeError("CUDA error: out of memory")
@@ -95,7 +116,7 @@ def test_a_system_that_pins_no_more_memory_serves_all_the_same(served, monkeypat
     for task in ("values", "another", None):
         served.seconds(task)
         served.check(task)
-    assert served.weights._pinned._kept.used == 0
+    assert served.weights._kept._kept.used == 0
 
 
 @pytest.mark.parametrize("decoys", ["two of a name", "of the layers' names"])
