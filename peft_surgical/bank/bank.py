@@ -78,6 +78,7 @@ class DeltaBank:
             self._base.tensors, device, device_bytes, host_bytes, lambda task: self._residency.withdraw(task)
         )
         self._tasks: dict[str, Task] = {}
+        self._removed: dict[Any, Task] = {}  # whose wrappers stay in the model, by the modules of these
         make = CompiledResidency if compiled else EagerResidency
         self._residency = make(self._adapters, self._cache, self._tasks)
         self._lock = SwitchLock(self._switch)
@@ -108,7 +109,7 @@ class DeltaBank:
         with self._cache.lock:
             self._refuse_known(name)  # another thread may have been faster
             with _naming(name):
-                self._base.check_beside(task, self._tasks.values())
+                self._base.check_beside(task, [*self._tasks.values(), *self._removed.values()])
             self._tasks[name] = task
 
     def remove(self, name: str) -> None:
@@ -125,7 +126,8 @@ class DeltaBank:
             if task in self._cache.in_use:
                 self._clear()
                 self._lock.forget_key()
-            self._residency.forget(task)
+            if self._residency.forget(task):
+                self._removed[frozenset(task.whole), frozenset(task.tuned)] = task
 
     def __contains__(self, name: object) -> bool:
         return name in self._tasks

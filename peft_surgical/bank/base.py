@@ -134,9 +134,10 @@ class BaseIndex:
         """Check that PEFT can put a task into one model with others."""
         for other in others:
             if both := task.whole & other.tuned or other.whole & task.tuned:
+                stays = " (removed, but its wrappers stay in the model)" if other.is_removed else ""
                 raise ValueError(
-                    f"One of this and the task {other.name!r} has the module {min(both)!r} whole, and the other tunes "
-                    "it or what is in it, which PEFT cannot have in one model. Put them into banks of their own."
+                    f"One of this and the task {other.name!r}{stays} has the module {min(both)!r} whole, and the "
+                    "other tunes it or what is in it, which PEFT cannot have in one model. Put them into banks of their own."
                 )
 
     def check_heads(self, tasks: Iterable[Task], has_base: bool) -> None:

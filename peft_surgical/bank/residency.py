@@ -61,13 +61,15 @@ class EagerResidency:
     def done(self) -> None:
         """Called by a thread after its forwards, some of which may still run on a GPU."""
 
-    def forget(self, task: Task) -> None:
-        """Free all memory that a task takes. No forward runs meanwhile."""
+    def forget(self, task: Task) -> bool:
+        """Free all memory that a task takes; gives whether the model keeps its wrappers. No forward runs meanwhile."""
         with self._cache.lock:
             self._cache.forget(task)
             self.withdraw(task)
-            if self._made.pop(task, None) is not None:
+            was_made = self._made.pop(task, None) is not None
+            if was_made:
                 self._adapters.forget(task.adapter)
+            return was_made
 
     def _make(self, task: Task) -> AdapterSlots:
         """Make slots for a task: with PEFT, or twenty times faster where all modules are wrapped already."""
@@ -142,6 +144,9 @@ class CompiledResidency(EagerResidency):
         adapter, slots = self._slots[self._kind(task)]
         self._write({**slots, **self._copies} if task.is_surgical else slots, resident.tensors)
         return adapter
+
+    def forget(self, task: Task) -> bool:
+        return super().forget(task) or bool(self._slots)
 
     def use(self, task: Task) -> None:
         if self._is_copied is not None:

@@ -139,6 +139,22 @@ def test_a_module_is_whole_or_tuned_in_a_bank(bases, whole, tuned, tmp_path):
         assert list(bank) == [one]
 
 
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_wrappers_of_a_removed_task_stay(bases, compiled, tmp_path):
+    for name in ("modules_to_save", TUNED[0]):
+        save_task(bases, tmp_path / name, CONFIGS[name]())
+    bank = DeltaBank(load(bases, 1), compiled=compiled)
+    bank.add("unused", tmp_path / "modules_to_save")
+    bank.remove("unused")
+    bank.add("used", tmp_path / TUNED[0])
+    with bank.task("used"):
+        pass
+    bank.remove("used")
+    with pytest.raises(ValueError, match=r"'used' \(removed, but its wrappers stay in the model\)"):
+        bank.add("whole", tmp_path / "modules_to_save")
+    bank.add("again", tmp_path / TUNED[0])
+
+
 def test_embeddings_that_are_the_bases_take_no_memory_of_a_bank_and_tied_ones_are_there_once(bases, tmp_path):
     for name, along in (("with", True), ("without", False)):
         save_task(bases, tmp_path / name, surgical(), along)
