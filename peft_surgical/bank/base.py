@@ -137,7 +137,8 @@ class BaseIndex:
                 stays = " (removed, but its wrappers stay in the model)" if other.is_removed else ""
                 raise ValueError(
                     f"One of this and the task {other.name!r}{stays} has the module {min(both)!r} whole, and the "
-                    "other tunes it or what is in it, which PEFT cannot have in one model. Put them into banks of their own."
+                    "other tunes it or what is in it, which PEFT cannot have in one model. Put them into banks of "
+                    "their own."
                 )
 
     def check_heads(self, tasks: Iterable[Task], has_base: bool) -> None:
