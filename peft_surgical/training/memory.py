@@ -47,14 +47,17 @@ def plot_memory(path: str | os.PathLike[str], jobs: Mapping[str, Memory], limit:
     plot_parts(path, bars, [memory.total for memory in jobs.values()], limit, title=f"Memory in training on {device}")
 
 
-def memory_of(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Memory:
+def memory_of(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, is_rounded: bool = False
+) -> Memory:
     """What a model and an optimizer hold: the gradients and states that are there now, or without an optimizer those
-    that AdamW will make."""
+    that AdamW will make, in float32 if it rounds stochastically."""
     copies = nbytes(live_tensors(model, "default").values())
     trained = [p for p in model.parameters() if p.requires_grad]
     if optimizer is None:
         gradients = sum(p.nbytes for p in trained)
-        states = 2 * gradients + 4 * len(trained)  # two moments of each number, and each tensor's count of steps
+        # two moments of each number, and each tensor's count of steps
+        states = sum(2 * p.numel() * (4 if is_rounded else p.itemsize) + 4 for p in trained)
     else:
         gradients = nbytes(p.grad for p in trained if p.grad is not None)
         states = nbytes(states_of(optimizer))

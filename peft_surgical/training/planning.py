@@ -98,7 +98,7 @@ def plan_before_steps(run: TrainingRun) -> Plan:
         trained=run.trained_parameters,
         parameters=run.total_parameters,
         files=file_sizes(run.model),
-        memory=memory_of(run.model),
+        memory=memory_of(run.model, is_rounded=run.job.stochastic_rounding),
         layer=sum(layers) // len(layers) if has_layers else None,
         device=torch.cuda.get_device_name(device) if is_cuda else "this machine",
         limit=torch.cuda.mem_get_info(device)[1] if is_cuda else psutil.virtual_memory().total,

@@ -105,6 +105,7 @@ def bytes_of_tensors(file: Path) -> int:
         ("labels", {"method": "lora"}),
         ("labels", {"method": "full", "optim": "sgd"}),
         ("labels", {"method": "last", "dtype": "bfloat16", "optim": "adafactor"}),
+        ("labels", {"method": "last", "dtype": "bfloat16", "stochastic_rounding": True}),
         ("chats", {"method": "surgical", "layers": (0, -1)}),
         ("chats", {"method": "lora"}),
     ],
