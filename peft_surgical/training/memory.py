@@ -47,9 +47,7 @@ def plot_memory(path: str | os.PathLike[str], jobs: Mapping[str, Memory], limit:
     plot_parts(path, bars, [memory.total for memory in jobs.values()], limit, title=f"Memory in training on {device}")
 
 
-def memory_of(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, is_rounded: bool = False
-) -> Memory:
+def memory_of(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, is_rounded: bool = False) -> Memory:
     """What a model and an optimizer hold: the gradients and states that are there now, or without an optimizer those
     that AdamW will make, in float32 if it rounds stochastically."""
     copies = nbytes(live_tensors(model, "default").values())
