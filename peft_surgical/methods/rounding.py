@@ -34,12 +34,18 @@ def round_stochastically(optimizer_class: type[Optimizer], seed: int = 0) -> typ
     Returns:
         A class to use in its place. Its `step` raises a `TypeError` if the optimizer has a state of all parameters.
 
+    Raises:
+        TypeError: The optimizer computes the loss itself, as LBFGS does.
+
     Example:
 
         >>> weight = torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
         >>> optimizer = round_stochastically(torch.optim.AdamW)([weight], lr=1e-4)
         >>> # or Trainer(..., optimizer_cls_and_kwargs=(round_stochastically(torch.optim.AdamW), {"lr": 1e-4}))
     """
+    closure = inspect.signature(optimizer_class.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise TypeError(f"{optimizer_class.__name__} computes the loss itself, for all parameters. Use AdamW.")
     # without the hooks around a step, which are to run once
     take_step = inspect.unwrap(optimizer_class.step, stop=lambda step: not getattr(step, "hooked", False))
 

@@ -166,6 +166,8 @@ def test_an_optimizer_with_a_state_of_all_parameters_is_refused():
     set_gradients(parameters, 0)
     with pytest.raises(TypeError, match="CountsInItsGroup has a state of all parameters"):
         optimizer.step()
+    with pytest.raises(TypeError, match="LBFGS computes the loss itself"):
+        round_stochastically(torch.optim.LBFGS)
 
 
 def test_trainer_resumes_in_the_middle(tmp_path):
