@@ -45,6 +45,7 @@ from peft_surgical.vllm.router import create_router
 SIZES = {
     "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2, "num_hidden_layers": 8},
     "large": {"hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 16, "num_hidden_layers": 32},
+    "deep": {"hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 16, "num_hidden_layers": 64},
 }
 PROMPT, ANSWER = 16, 8  # tokens
 LENGTH = 64
@@ -238,7 +239,7 @@ def table(record: dict[str, Any]) -> str:
         lines.append(f"| {' | '.join(cells)} |")
     lines += [
         "",
-        f"Under load: the smaller one, {record['clients']} clients, {PROMPT} tokens in and {ANSWER} out.",
+        f"Under load: the smallest, {record['clients']} clients, {PROMPT} tokens in and {ANSWER} out.",
         "",
         "| way | requests a second | p50 ms | p99 ms | switches | requests |",
         "|---|---:|---:|---:|---:|---:|",
