@@ -78,7 +78,7 @@ class DeltaBank:
             self._base.tensors, device, device_bytes, host_bytes, lambda task: self._residency.withdraw(task)
         )
         self._tasks: dict[str, Task] = {}
-        self._removed: dict[Any, Task] = {}  # whose wrappers stay in the model, by the modules of these
+        self._removed: dict[tuple[frozenset[str], frozenset[str]], str] = {}  # see `BaseIndex.check_beside`
         make = CompiledResidency if compiled else EagerResidency
         self._residency = make(self._adapters, self._cache, self._tasks)
         self._lock = SwitchLock(self._switch)
@@ -109,7 +109,8 @@ class DeltaBank:
         with self._cache.lock:
             self._refuse_known(name)  # another thread may have been faster
             with _naming(name):
-                self._base.check_beside(task, [*self._tasks.values(), *self._removed.values()])
+                there = [(repr(other.name), other.whole, other.tuned) for other in self._tasks.values()]
+                self._base.check_beside(task, there + [(said, *modules) for modules, said in self._removed.items()])
             self._tasks[name] = task
 
     def remove(self, name: str) -> None:
@@ -127,7 +128,8 @@ class DeltaBank:
                 self._clear()
                 self._lock.forget_key()
             if self._residency.forget(task):
-                self._removed[frozenset(task.whole), frozenset(task.tuned)] = task
+                said = f"{name!r} (removed, but its wrappers stay in the model)"
+                self._removed[frozenset(task.whole), frozenset(task.tuned)] = said
 
     def __contains__(self, name: object) -> bool:
         return name in self._tasks

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -130,13 +130,12 @@ class BaseIndex:
             return False
         return entry.encoding == "values" or self.tensors[entry.name] is self.tensors[other.name]
 
-    def check_beside(self, task: Task, others: Iterable[Task]) -> None:
-        """Check that PEFT can put a task into one model with others."""
-        for other in others:
-            if both := task.whole & other.tuned or other.whole & task.tuned:
-                stays = " (removed, but its wrappers stay in the model)" if other.is_removed else ""
+    def check_beside(self, task: Task, others: Iterable[tuple[str, Set[str], Set[str]]]) -> None:
+        """Check that PEFT can put a task into one model with others: their names and modules, whole and tuned."""
+        for name, whole, tuned in others:
+            if both := task.whole & tuned or whole & task.tuned:
                 raise ValueError(
-                    f"One of this and the task {other.name!r}{stays} has the module {min(both)!r} whole, and the "
+                    f"One of this and the task {name} has the module {min(both)!r} whole, and the "
                     "other tunes it or what is in it, which PEFT cannot have in one model. Put them into banks of "
                     "their own."
                 )
