@@ -133,7 +133,7 @@ METHODS = [
     Method("LoRA r=8, all linear", _lora(8, target_modules="all-linear")),
     Method("columns, 16 of all linear", COLUMNS),
     Method("rotating, 2 of 28 at a time", _surgical("all"), rotate=RotateLayers(2, every=20)),
-    Method("rotating, bf16 at rest", _surgical("all"), rotate=RotateLayers(2, every=20, round_at_rest=True)),
+    Method("rotating, rounded at rest", _surgical("all"), rotate=RotateLayers(2, every=20, at_rest="rounded")),
 ]
 
 

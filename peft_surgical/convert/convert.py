@@ -231,8 +231,9 @@ def _matrices(model: nn.Module, adapter: str) -> dict[str, _Signs]:
     found: dict[str, _Signs] = {}
     for module in model.modules():
         if isinstance(module, TunedModule) and adapter in module.tuned:
-            for key in module.tuned[adapter].names:
-                copy, base = module.tuned[adapter][key], module.original(key)
+            entry = module.tuned[adapter].wake()
+            for key in entry.names:
+                copy, base = entry[key], module.original(key)
                 if isinstance(copy, nn.Parameter) and copy.ndim >= 2 and copy.is_floating_point():
                     found.setdefault(names[id(copy)], _Signs.of(copy, base))
     return found

@@ -23,6 +23,11 @@ BASE_COPIES = ("auto", "host", "device")
 _HOSTS = ("cpu", "meta", "mps")  # these have no other memory than the host's
 
 
+def has_own_memory(tensor: torch.Tensor) -> bool:
+    """Whether a tensor lies in other memory than the host's."""
+    return tensor.device.type not in _HOSTS
+
+
 class HostedBase(nn.Module):
     """A wrapper around a module of the base, whose tensors can be put into host memory for a while."""
 
@@ -57,7 +62,7 @@ class HostedBase(nn.Module):
         """Put these of the base's tensors into host memory, until something needs them; they return to `home`."""
         for name in names:
             base = self.base_tensor(name)
-            is_there = name in self._away or base.device.type in _HOSTS
+            is_there = name in self._away or not has_own_memory(base)
             if home is not None or not is_there:
                 self._away[name] = home or base.device
                 base.data = base.data if is_there else to_host(base.data)
@@ -155,7 +160,7 @@ class BaseOnHost:
         first, names = self._modules[0]
         self._is_first &= not first.is_base_away
         is_needed = self._is_auto and first.was_base_used and not self._is_first
-        return not (is_needed or first.is_base_away or first.base_tensor(names[0]).device.type in _HOSTS)
+        return has_own_memory(first.base_tensor(names[0])) and not (is_needed or first.is_base_away)
 
     def _send_away(self) -> None:
         self._is_first = False

@@ -174,13 +174,13 @@ class TunedModule(HostedBase, BaseTunerLayer):
 
     def tensors_of(self, adapters: Sequence[str]) -> dict[str, torch.Tensor]:
         """What the module computes with when these adapters are active, in the base's dtype."""
-        copies = {
-            name: [self.tuned[a][name] for a in adapters if name in self.tuned[a]] for name in self.names_of(adapters)
-        }
-        has_columns = any(isinstance(self.tuned[a], ColumnTensors) for a in adapters)  # of which nothing can be kept
-        if has_columns or torch.compiler.is_compiling():
-            return self._combine(copies)
-        return self._kept.get([self.tuned[a] for a in adapters], copies, self._combine)
+        entries = [self.tuned[adapter] for adapter in adapters]
+        if len(entries) > 1:  # their sum is computed with more digits than copies at rest have
+            entries = [entry.wake() for entry in entries]
+        copies = {name: [entry[name] for entry in entries if name in entry] for name in self.names_of(adapters)}
+        if torch.compiler.is_compiling() or any(isinstance(entry, ColumnTensors) for entry in entries):
+            return self._combine(copies)  # nothing can be kept of columns
+        return self._kept.get(entries, copies, self._combine)
 
     def copied_names(self) -> list[str]:
         return self.names_of(a for a in self.tuned if not isinstance(self.tuned[a], ColumnTensors))

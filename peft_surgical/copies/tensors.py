@@ -1,17 +1,37 @@
-"""One adapter's copies of a module's tensors, and what is kept of them cast for inference."""
+"""One adapter's copies of a module's tensors, where they are while they rest, and what is kept of them cast for
+inference."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
+from typing_extensions import Self
 
+from peft_surgical.copies import host
 from peft_surgical.names import as_attribute
 
 
 _numbers = itertools.count()
+
+
+class RestingValues(dict[nn.Parameter, torch.Tensor]):
+    """The values of copies that are not trained for a while, in host memory. On the accelerator these are rounded to
+    the base's dtype meanwhile, in which they are computed with anyway."""
+
+    def lay_down(self, copy: nn.Parameter, dtype: torch.dtype) -> None:
+        """Let a copy rest."""
+        if copy not in self and copy.dtype != dtype:
+            self[copy] = host.to_host(copy.data)
+            copy.data = copy.data.to(dtype)
+
+    def wake(self, copy: nn.Parameter) -> None:
+        """Give a copy its values back."""
+        if copy in self:
+            copy.data = host.to_device(self.pop(copy), copy.device)
 
 
 class TunedTensors(nn.Module):
@@ -22,6 +42,7 @@ class TunedTensors(nn.Module):
         nn.Module.__init__(self)
         self.names = tuple(tensors)
         self.number = next(_numbers)  # that no two entries share
+        self.resting = RestingValues()
         for name, tensor in tensors.items():
             if isinstance(tensor, nn.Parameter):
                 self.register_parameter(as_attribute(name), tensor)
@@ -41,6 +62,28 @@ class TunedTensors(nn.Module):
 
     def __contains__(self, name: str) -> bool:
         return name in self.names
+
+    # ---- copies at rest
+
+    def wake(self) -> Self:
+        """The same, with no copy at rest."""
+        for copy in self.parameters():
+            self.resting.wake(copy)
+        return self
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Self:
+        self.wake()
+        return super()._apply(*args, **kwargs)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for name, copy in self.named_parameters(remove_duplicate=False):
+            if copy in self.resting:
+                destination[prefix + name] = self.resting[copy]
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self.wake()
+        super()._load_from_state_dict(*args, **kwargs)
 
 
 class TunedNormTensors(TunedTensors, nn.LayerNorm):

@@ -217,7 +217,7 @@ def _check(tuner: Any, adapters: Sequence[str], weights: Sequence[float], adapte
 def _combine_copies(module: TunedModule, weights: Mapping[str, float], adapter_name: str, combine: Combine) -> None:
     entry, tuned = module.tuned[adapter_name], module.tuned
     for name in entry.names:
-        sources = [(tuned[a][name], w) for a, w in weights.items() if a in tuned and name in tuned[a]]
+        sources = [(tuned[a].wake()[name], w) for a, w in weights.items() if a in tuned and name in tuned[a]]
         # a buffer is a statistic, in which nothing is to be pruned
         how = combine if isinstance(module.base_tensor(name), nn.Parameter) else merge_utils.task_arithmetic
         entry.put(name, _combined(module.original(name), sources, how))

@@ -135,9 +135,10 @@ Pair = tuple[str, torch.Tensor, torch.Tensor]
 def _pairs(tuner: Any, adapter_name: str, state: Mapping[str, torch.Tensor]) -> Iterator[Pair]:
     for path, module in tuner.model.named_modules():
         if isinstance(module, TunedModule) and adapter_name in module.tuned:
-            for name in module.tuned[adapter_name].names:
+            entry = module.tuned[adapter_name].wake()
+            for name in entry.names:
                 key = module.copy_name(path, name).in_file
-                yield key, module.tuned[adapter_name][name], state.get(key, module.original(name))
+                yield key, entry[name], state.get(key, module.original(name))
         elif isinstance(module, ModulesToSaveWrapper) and adapter_name in module.modules_to_save:
             base = module.original_module.state_dict()
             for name, target in module.modules_to_save[adapter_name].state_dict().items():  # type: ignore[operator]

@@ -12,7 +12,9 @@ from torch.autograd.graph import increment_version
 from torch.nn.parallel import DistributedDataParallel
 from transformers import TrainerCallback
 
+from peft_surgical.copies.host import has_own_memory
 from peft_surgical.copies.module import TunedModule
+from peft_surgical.copies.tensors import RestingValues, TunedTensors
 from peft_surgical.distributed import ddp_around, engine_of, renew_reducer
 from peft_surgical.layers import find_stacks
 from peft_surgical.methods.before_training import adapter_parameters
@@ -21,6 +23,7 @@ from peft_surgical.names import as_attribute
 
 
 ORDERS = ("random", "shuffled", "ascending", "descending")
+AT_REST = ("host", "device", "rounded")
 
 
 class RotateLayers(TrainerCallback):
@@ -36,9 +39,10 @@ class RotateLayers(TrainerCallback):
         order: `"random"` draws the layers of each turn anew; `"shuffled"` draws, for each pass over all layers, an
             order of blocks of neighbours; `"ascending"` and `"descending"` go through the blocks as they lie.
         seed: Of what is drawn. The same in all processes.
-        round_at_rest: Whether layers have the base's dtype while they rest and float32 in their turn, as in BAdam's
-            implementation. On a base in half precision this halves the memory of the copies, and the file; what a turn
-            learnt is rounded once, at its end.
+        at_rest: Where the float32 values of layers are while these rest, on a base in half precision. `"host"`: in
+            host memory; an accelerator has them in the base's dtype, which is what it computes with anyway, so nothing
+            changes but the memory. `"device"`: where they are in their turn. `"rounded"`: nowhere; what a turn
+            learnt is rounded to the base's dtype at its end, as in BAdam's implementation, and so is the file.
 
     Raises:
         ValueError: An option is not allowed; or at the start of a training the model, its adapter, the optimizer, the
@@ -51,14 +55,15 @@ class RotateLayers(TrainerCallback):
     """
 
     def __init__(
-        self, layers: int = 2, every: int = 50, order: str = "random", seed: int = 0, *, round_at_rest: bool = False
+        self, layers: int = 2, every: int = 50, order: str = "random", seed: int = 0, *, at_rest: str = "host"
     ) -> None:
-        for name, value in (("layers", layers), ("every", every)):
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name}={value!r} must be a whole number, 1 or more.")
-        if order not in ORDERS:
-            raise ValueError(f"order={order!r}: allowed are {', '.join(ORDERS)}.")
-        self.layers, self.every, self.order, self.seed, self.round_at_rest = layers, every, order, seed, round_at_rest
+        for name, number in (("layers", layers), ("every", every)):
+            if not isinstance(number, int) or number < 1:
+                raise ValueError(f"{name}={number!r} must be a whole number, 1 or more.")
+        for name, choice, allowed in (("order", order, ORDERS), ("at_rest", at_rest, AT_REST)):
+            if choice not in allowed:
+                raise ValueError(f"{name}={choice!r}: allowed are {', '.join(allowed)}.")
+        self.layers, self.every, self.order, self.seed, self.at_rest = layers, every, order, seed, at_rest
         self._release()
 
     def _release(self) -> None:
@@ -66,6 +71,7 @@ class RotateLayers(TrainerCallback):
         self._tuner: Any = None
         self._layers: list[list[nn.Parameter]] = []
         self._dtypes: dict[nn.Parameter, torch.dtype] = {}  # at rest
+        self._values = RestingValues()
         self._is_begun = False
         self._wrappers: list[DistributedDataParallel] = []
 
@@ -110,8 +116,8 @@ class RotateLayers(TrainerCallback):
             self._check_options_of_fsdp2(args)
         if state.global_step % self.every:
             self._check_checkpoint(state.global_step, optimizer)
-        if self.round_at_rest:
-            self._dtypes = _dtypes_of_base(model)
+        if self.at_rest == "rounded" or (self.at_rest == "host" and engine_of(model) != "FSDP2"):
+            self._prepare_rest(model)
         self._wrappers = ddp_around(model)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
@@ -126,8 +132,7 @@ class RotateLayers(TrainerCallback):
             self._is_begun, self._tuner.resting = True, resting
             self._lay_to_rest(resting)
             for parameter in turn:
-                if parameter in self._dtypes:
-                    parameter.data = parameter.data.float()
+                self._wake(parameter)
             for wrapper in self._wrappers:
                 renew_reducer(wrapper)
         if is_new:
@@ -136,7 +141,8 @@ class RotateLayers(TrainerCallback):
                 optimizer.state.pop(parameter, None)
 
     def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        self._lay_to_rest(p for layer in self._layers for p in layer)
+        if self.at_rest == "rounded":
+            self._lay_to_rest(p for layer in self._layers for p in layer)
         _wake(model)
         self._release()
 
@@ -147,10 +153,32 @@ class RotateLayers(TrainerCallback):
         numbers = self.layers_of(step // self.every, len(self._layers))
         return {parameter: None for number in numbers for parameter in self._layers[number]}
 
+    def _prepare_rest(self, model: nn.Module) -> None:
+        """Find the copies that another dtype is enough for while they rest: what they are cast to in each call."""
+        for module in model.modules():
+            if not isinstance(module, TunedModule):
+                continue
+            for adapter in set(module.active_adapters) & set(module.tuned):
+                entry = module.tuned[adapter]
+                entry.resting = self._values
+                for name in entry.names:
+                    copy = entry._parameters.get(as_attribute(name))
+                    if copy is not None and (self.at_rest == "rounded" or has_own_memory(copy)):  # else a buffer
+                        self._dtypes[copy] = module._dtype_of(name)
+
     def _lay_to_rest(self, parameters: Iterable[nn.Parameter]) -> None:
         for parameter in parameters:
-            parameter.data = parameter.data.to(self._dtypes.get(parameter, parameter.dtype))
+            dtype = self._dtypes.get(parameter, parameter.dtype)
+            if self.at_rest == "rounded":
+                parameter.data = parameter.data.to(dtype)
+            else:
+                self._values.lay_down(parameter, dtype)
             increment_version(parameter)  # a fused AdamW does not, and what is cast for inference is kept by it
+
+    def _wake(self, parameter: nn.Parameter) -> None:
+        if self.at_rest == "rounded" and parameter in self._dtypes:
+            parameter.data = parameter.data.float()
+        self._values.wake(parameter)
 
     # ---- checks
 
@@ -163,8 +191,8 @@ class RotateLayers(TrainerCallback):
             )
 
     def _check_options_of_fsdp2(self, args: Any) -> None:
-        if self.round_at_rest:
-            raise ValueError("round_at_rest=True changes the dtype of tensors, which FSDP2 does not allow.")
+        if self.at_rest == "rounded":
+            raise ValueError("at_rest='rounded' changes the dtype of tensors, which FSDP2 does not allow.")
         if args.save_strategy != "no" and not args.save_only_model:
             raise ValueError(
                 "Under FSDP2 no optimizer state can be loaded that lacks some layers, so a training with RotateLayers "
@@ -184,6 +212,9 @@ class RotateLayers(TrainerCallback):
 def _wake(model: nn.Module) -> DeltaTuner:
     """The tuner of a model, with no layer at rest."""
     for module in model.modules():
+        if isinstance(module, TunedTensors):
+            module.wake()
+    for module in model.modules():
         if isinstance(module, DeltaTuner):
             for parameter in module.resting:
                 parameter.requires_grad_(True)
@@ -193,16 +224,3 @@ def _wake(model: nn.Module) -> DeltaTuner:
         f"RotateLayers trains the layers of an adapter, and this {type(model).__name__} has none of this package. "
         "Make one: get_peft_model(model, SurgicalConfig(layers='all'))."
     )
-
-
-def _dtypes_of_base(model: nn.Module) -> dict[nn.Parameter, torch.dtype]:
-    """By trained copy, the dtype that the base's tensor has."""
-    found = {}
-    for module in model.modules():
-        if isinstance(module, TunedModule):
-            for adapter in set(module.active_adapters) & set(module.tuned):
-                for name in module.tuned[adapter].names:
-                    copy = module.tuned[adapter]._parameters.get(as_attribute(name))
-                    if copy is not None:  # else a buffer
-                        found[copy] = module._dtype_of(name)
-    return found

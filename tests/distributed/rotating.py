@@ -78,7 +78,7 @@ def trainer_of(folder: Path, case: str, processes: int, model: PeftModel | None 
 
 def run(folder: Path) -> None:
     facts = {case: train(folder, case) for case in CASES}
-    facts["rounded"] = error_of(lambda: trainer_of(folder / "rounded", "plain", 2, round_at_rest=True).train())
+    facts["rounded"] = error_of(lambda: trainer_of(folder / "rounded", "plain", 2, at_rest="rounded").train())
     everyone = gather_object([facts])
     if PartialState().is_main_process:
         (folder / "facts.json").write_text(json.dumps(everyone, indent=1))

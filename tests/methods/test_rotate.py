@@ -10,6 +10,7 @@ import torch
 from adapters import METHODS, make_config
 from datasets import Dataset
 from peft import LoraConfig, PeftModel, get_peft_model
+from peft.utils.hotswap import hotswap_adapter
 from safetensors.torch import load_file
 from tiny_chat import save_language_model
 from tiny_models import batch, build
@@ -17,6 +18,8 @@ from torch.utils.data import SequentialSampler
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from peft_surgical import RotateLayers, SurgicalConfig, resolve_layers
+from peft_surgical.copies import host
+from peft_surgical.copies.module import TunedModule
 
 
 STEPS, EVERY, DEPTH = 7, 2, 4
@@ -51,8 +54,9 @@ def trainer_of(model, folder, callbacks, **options) -> Trainer:
         **options,
     }
     data = [{name: value[0] for name, value in row.items()} for row in rows]
+    args = TrainingArguments(**arguments)
     return InOrder(
-        model, TrainingArguments(**arguments), train_dataset=data, callbacks=callbacks, compute_loss_func=loss_of
+        model, args, train_dataset=data, eval_dataset=data[:6], callbacks=callbacks, compute_loss_func=loss_of
     )
 
 
@@ -186,8 +190,12 @@ def test_a_training_goes_on_from_the_middle_of_a_turn(step, tmp_path):
 
 
 class Interrupt(TrainerCallback):
+    def __init__(self, step: int = 1):
+        self.step = step
+
     def on_step_end(self, args, state, control, **kwargs):
-        raise KeyboardInterrupt
+        if state.global_step == self.step:
+            raise KeyboardInterrupt
 
 
 def test_after_an_interruption_all_layers_are_trained_again(tmp_path):
@@ -215,8 +223,15 @@ def test_a_switch_inside_a_turn_wakes_no_layer(tmp_path):
     trainer_of(model, tmp_path, [callback, Switch(), Watch(callback)]).train()
 
 
-@pytest.mark.parametrize("round_at_rest", [False, True])
-def test_an_evaluation_between_steps_sees_what_was_trained(round_at_rest, tmp_path):
+@pytest.fixture
+def accelerator(monkeypatch):
+    """Makes the CPU pass for an accelerator with memory of its own."""
+    monkeypatch.setattr(host, "_HOSTS", ())
+
+
+@pytest.mark.parametrize("at_rest", ["host", "device", "rounded"])
+@pytest.mark.usefixtures("accelerator")
+def test_an_evaluation_between_steps_sees_what_was_trained(at_rest, tmp_path):
     """A fused AdamW leaves no trace in a tensor's version, and casts of what rests are kept for inference."""
 
     class Evaluate(TrainerCallback):
@@ -230,34 +245,134 @@ def test_an_evaluation_between_steps_sees_what_was_trained(round_at_rest, tmp_pa
     inputs = batch("bert", labels=False)
     base = build("bert", **WITHOUT_DROPOUT).bfloat16()
     model = get_peft_model(base, make_config("SURGICAL", "bert", range(DEPTH)))
-    callbacks = [RotateLayers(2, 1, "ascending", round_at_rest=round_at_rest), Evaluate()]
+    callbacks = [RotateLayers(2, 1, "ascending", at_rest=at_rest), Evaluate()]
     trainer_of(model, tmp_path, callbacks, optim="adamw_torch_fused", save_strategy="no").train()
 
 
-def test_layers_may_rest_in_the_dtype_of_the_base(tmp_path):
-    class Dtypes(TrainerCallback):
-        def on_step_end(self, args, state, control, model=None, **kwargs):
-            turn = callback.layers_of((state.global_step - 1) // EVERY, DEPTH)
-            for i, layer in enumerate(resolve_layers(model, "all")):
-                dtypes = {p.dtype for name, p in layer.module.named_parameters() if ".default." in name}
-                assert dtypes == {torch.float32 if i in turn else torch.bfloat16}
+def on_bf16(method: str = "SURGICAL") -> PeftModel:
+    torch.manual_seed(0)
+    base = build("bert", **WITHOUT_DROPOUT).bfloat16()
+    return get_peft_model(base, make_config(method, "bert", range(DEPTH)))
 
-    def on_bf16():
-        base = build("bert", **WITHOUT_DROPOUT).bfloat16()
-        return get_peft_model(base, make_config("SURGICAL", "bert", range(DEPTH)))
 
-    callback = RotateLayers(2, EVERY, round_at_rest=True)
+class Dtypes(TrainerCallback):
+    """Checks the dtypes of what rests, and of the others."""
+
+    def __init__(self, callback: RotateLayers):
+        self.callback = callback
+
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        turn = self.callback.layers_of((state.global_step - 1) // EVERY, DEPTH)
+        for i, layer in enumerate(resolve_layers(model, "all")):
+            own = [(name, p) for name, p in layer.module.named_parameters() if ".default." in name]
+            dtypes = {p.dtype for name, p in own if ".lora_" not in name}
+            assert own
+            assert dtypes <= {torch.float32 if i in turn else torch.bfloat16}
+
+
+def is_equal(found, expected) -> bool:
+    assert found.keys() == expected.keys()
+    return all(value.dtype == found[n].dtype and torch.equal(found[n], value) for n, value in expected.items())
+
+
+def test_layers_may_be_rounded_when_they_rest(tmp_path):
+    callback = RotateLayers(2, EVERY, at_rest="rounded")
     whole = on_bf16()
-    trainer_of(whole, tmp_path, [callback, Dtypes()]).train()
+    trainer_of(whole, tmp_path, [callback, Dtypes(callback)]).train()
     whole.save_pretrained(tmp_path / "adapter")
     assert {t.dtype for t in load_file(tmp_path / "adapter/adapter_model.safetensors").values()} == {torch.bfloat16}
     for step in (3, 6):
         again = on_bf16()
-        trainer = trainer_of(again, tmp_path, [RotateLayers(2, EVERY, round_at_rest=True)])
+        trainer = trainer_of(again, tmp_path, [RotateLayers(2, EVERY, at_rest="rounded")])
         trainer.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}"))
-        for name, value in whole.state_dict().items():
-            assert torch.equal(again.state_dict()[name], value), name
-            assert again.state_dict()[name].dtype == value.dtype
+        assert is_equal(again.state_dict(), whole.state_dict())
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.usefixtures("accelerator")
+def test_rest_in_host_memory_changes_nothing(method, tmp_path):
+    options = {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 3}
+    plain = on_bf16(method)
+    trainer = trainer_of(plain, tmp_path / "plain", [RotateLayers(2, EVERY, at_rest="device")], **options)
+    trainer.train()
+    found, callback = on_bf16(method), RotateLayers(2, EVERY)
+    trainer_of(found, tmp_path / "found", [callback, Dtypes(callback)], **options).train()
+    assert is_equal(found.state_dict(), plain.state_dict())
+    for step in (3, 6):
+        files = [tmp_path / run / f"checkpoint-{step}/adapter_model.safetensors" for run in ("found", "plain")]
+        assert is_equal(*map(load_file, files))
+        again = on_bf16(method)
+        trainer = trainer_of(again, tmp_path / "again", [RotateLayers(2, EVERY)], **options)
+        trainer.train(resume_from_checkpoint=str(tmp_path / f"found/checkpoint-{step}"))
+        assert is_equal(again.state_dict(), plain.state_dict())
+
+
+def combined(model):
+    model.add_weighted_adapter(["default", "other"], [0.5, 0.7], "sum")
+
+
+def merged_with_another(model):
+    model.base_model.merge_adapter(["default", "other"])
+
+
+def sum_of_both(model):
+    for module in model.modules():
+        if isinstance(module, TunedModule):
+            module.set_adapter(["default", "other"])
+    return {"logits": model(**batch("bert", labels=False)).logits}
+
+
+def loaded(model):
+    model.load_state_dict({name: 2 * tensor for name, tensor in model.state_dict().items()})
+
+
+USES = {
+    "a copy": lambda model: copy.deepcopy(model).state_dict(),
+    "combined": combined,
+    "loaded": loaded,
+    "merged with another": merged_with_another,
+    "moved": lambda model: model.to("cpu").state_dict(),
+    "state dict": lambda model: model.state_dict(),
+    "sum of both": sum_of_both,
+    "swapped": lambda model: hotswap_adapter(model, model.folder, "default"),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.usefixtures("accelerator")
+def test_what_else_is_done_inside_a_turn_finds_all_digits(use, tmp_path):
+    class Use(TrainerCallback):
+        @torch.no_grad()
+        def on_step_end(self, args, state, control, model=None, **kwargs):
+            if state.global_step == 4:
+                copied = copy.deepcopy(model)
+                copied.folder = str(tmp_path / "other")
+                outcomes.append(USES[use](copied) or copied.state_dict())
+
+    outcomes: list[dict] = []
+    for at_rest in ("host", "device"):
+        model = on_bf16()
+        torch.manual_seed(1)
+        model.add_adapter("other", make_config("SURGICAL", "bert", [1, 2], init_weights=False))
+        model.save_pretrained(tmp_path, selected_adapters=["other"])
+        trainer_of(model, tmp_path, [RotateLayers(2, EVERY, at_rest=at_rest), Use()], save_strategy="no").train()
+    assert is_equal(*outcomes)
+
+
+@pytest.mark.usefixtures("accelerator")
+def test_an_interruption_leaves_all_digits(tmp_path):
+    models = []
+    for at_rest in ("host", "device"):
+        model = on_bf16()
+        callbacks = [RotateLayers(2, EVERY, at_rest=at_rest), Interrupt(4)]
+        with pytest.raises(KeyboardInterrupt):
+            trainer_of(model, tmp_path, callbacks).train()
+        models.append(model)
+        model.save_pretrained(tmp_path / at_rest)
+    assert is_equal(*(load_file(tmp_path / a / "adapter_model.safetensors") for a in ("host", "device")))
+    for model in models:
+        trainer_of(model, tmp_path, [RotateLayers(2, EVERY)]).train()
+    assert is_equal(*(model.state_dict() for model in models))
 
 
 def test_trl_trains_in_turns(tmp_path):
@@ -303,7 +418,7 @@ def test_every_layer_gets_its_turn(order):
 
 
 def test_what_cannot_be_is_refused(tmp_path):
-    for options in ({"layers": 0}, {"every": 1.5}, {"order": "up"}):
+    for options in ({"layers": 0}, {"every": 1.5}, {"order": "up"}, {"at_rest": "cpu"}):
         with pytest.raises(ValueError, match=f"{next(iter(options))}="):
             RotateLayers(**options)
     with pytest.raises(ValueError, match="has none of this package"):
