@@ -119,9 +119,13 @@ def pairs_table(results: Results) -> str:
         for other in ("lora-16", "full"):
             found = measured.difference(name, other)
             rows.append([f"{label} - {CHOICES[other][0]}", str(found), f"{found.better}:{found.worse}"])
+    for name, label in HALVED.items():
+        found = measured.difference(measured.cell_name(name), "alternate:6")
+        rows.append([f"every other layer {label} - in float32", str(found), f"{found.better}:{found.worse}"])
     return table(["difference", f"points {INTERVALS}", "better:worse"], rows)
 
 
+HALVED = {"bf16": "in bfloat16", "bf16-stochastic": "in bfloat16, stochastically rounded"}
 ADAPTERS = {"columns-32": "32 columns of all linear maps", "turns-2-50-shuffled": "all layers in turns of two"}
 """Methods that are compared with LoRA and with all weights."""
 CHOICES = {

@@ -225,7 +225,8 @@ def measure(
             reserved.append(torch.cuda.memory_reserved())
             if (number + 1) % EMPTY_CACHE_EVERY == 0:
                 torch.cuda.empty_cache()
-    run.step(len(lengths), longest)
+    for number in (len(lengths), len(lengths) + 1):  # at the first step of a turn there are no states yet
+        run.step(number, longest)
     trained = sum(p.numel() for p in run.model.parameters() if p.requires_grad)
     row: dict[str, Any] = {"method": method.name, "trained": trained}
     if is_cuda:
@@ -238,7 +239,7 @@ def measure(
     both = [(run, row["seconds"]), (beside, row["reference_seconds"])]
     for number, rows in enumerate(lengths):
         for one, seconds in both if number % 2 else both[::-1]:
-            seconds.append(one.step(len(lengths) + 1 + number, rows))
+            seconds.append(one.step(len(lengths) + 2 + number, rows))
         if is_cuda and (number + 1) % EMPTY_CACHE_EVERY == 0:
             torch.cuda.empty_cache()
     if method.rotate:

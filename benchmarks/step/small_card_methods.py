@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -122,15 +124,16 @@ def make_optimizers(model: nn.Module, method: Method) -> list[torch.optim.Optimi
     kind = round_stochastically(kind) if method.half else kind
     if not method.in_backward:
         return [kind(trained, **options)]
-    optimizers = {p: kind([p], **options) for p in trained}
+    optimizers = [kind([p], **options) for p in trained]
 
-    def update(parameter: torch.Tensor) -> None:
-        optimizers[parameter].step()
+    def update(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> None:
+        optimizer.step()
         parameter.grad = None
 
-    for parameter in trained:
-        parameter.register_post_accumulate_grad_hook(update)
-    return [*optimizers.values()]
+    for parameter, optimizer in zip(trained, optimizers, strict=True):
+        # a tensor whose hook leads back to it is never freed
+        parameter.register_post_accumulate_grad_hook(partial(update, weakref.proxy(optimizer)))
+    return optimizers
 
 
 def compute(shape: dict[str, int], method: Method, tokens: int) -> dict[str, Any]:

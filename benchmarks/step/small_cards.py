@@ -143,6 +143,8 @@ def try_method(
             found = None
         gc.collect()
         torch.cuda.empty_cache()
+        if (left := torch.cuda.memory_allocated()) > 2**28:
+            raise RuntimeError(f"{left / 1e9:.2f} GB of {method.name} are still on the card.")
         if found is not None:
             return found | ({} if limit is None else {"fits": allowed is not None})
     return {"fits": False}
