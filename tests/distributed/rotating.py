@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from accelerate import PartialState
@@ -22,6 +23,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from distributed.cases import digest
 from peft_surgical import RotateLayers, shard_by_layer
+from peft_surgical.copies import host
 from peft_surgical.distributed import ddp_around, engine_of
 
 
@@ -46,12 +48,14 @@ class Count(TrainerCallback):
             self.reduced.append(wrapper._get_ddp_logging_data()["num_parameter_tensors"])
 
 
-def make() -> PeftModel:
-    model = build("bert", hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+def make(dtype: torch.dtype = torch.float32) -> PeftModel:
+    model = build("bert", hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0).to(dtype)
     return get_peft_model(model, make_config("SURGICAL", "bert", range(4)))
 
 
-def trainer_of(folder: Path, case: str, processes: int, model: PeftModel | None = None, **options) -> InOrder:
+def trainer_of(
+    folder: Path, case: str, processes: int, model: PeftModel | None = None, at_rest: str = "host", **options
+) -> InOrder:
     rows = batch("bert", n=64, seed=5)
     model = model or make()
     arguments = TrainingArguments(
@@ -68,9 +72,10 @@ def trainer_of(folder: Path, case: str, processes: int, model: PeftModel | None 
         disable_tqdm=True,
         dataloader_pin_memory=False,
         **CASES[case],
+        **options,
     )
     data = [{name: value[i] for name, value in rows.items()} for i in range(64)]
-    callbacks = [RotateLayers(2, every=2, **options), Count()]
+    callbacks = [RotateLayers(2, every=2, at_rest=at_rest), Count()]
     trainer = InOrder(model, arguments, train_dataset=data, callbacks=callbacks)
     shard_by_layer(trainer.accelerator, model)
     return trainer
@@ -79,6 +84,7 @@ def trainer_of(folder: Path, case: str, processes: int, model: PeftModel | None 
 def run(folder: Path) -> None:
     facts = {case: train(folder, case) for case in CASES}
     facts["rounded"] = error_of(lambda: trainer_of(folder / "rounded", "plain", 2, at_rest="rounded").train())
+    facts["at rest"] = {at_rest: train_half(folder / at_rest, at_rest) for at_rest in ("host", "device")}
     everyone = gather_object([facts])
     if PartialState().is_main_process:
         (folder / "facts.json").write_text(json.dumps(everyone, indent=1))
@@ -103,6 +109,14 @@ def train(folder: Path, case: str) -> dict[str, Any]:
         again.train(resume_from_checkpoint=str(folder / case / "checkpoint-3"))
         facts["digest after resuming"] = digest(whole(again.model))
     return facts
+
+
+def train_half(folder: Path, at_rest: str) -> str:
+    """What a base in half precision is trained to, as on an accelerator with memory of its own."""
+    with patch.object(host, "_HOSTS", ()):
+        trainer = trainer_of(folder, "plain", 2, make(torch.bfloat16), at_rest=at_rest, save_strategy="no")
+        trainer.train()
+    return digest([tensor.float() for tensor in whole(trainer.model)])
 
 
 def error_of(attempt: Callable[[], Any]) -> str:

@@ -60,6 +60,12 @@ def test_fsdp2_keeps_the_dtype_of_layers_at_rest(found):
     assert all(("which FSDP2 does not allow" in f["rounded"]) == (engine == "fsdp2") for f in facts)
 
 
+def test_rest_in_host_memory_changes_nothing(found):
+    _, _, facts = found
+    digests = {digest for of_process in facts for digest in of_process["at rest"].values()}
+    assert len(digests) == 1
+
+
 def test_fsdp1_is_refused(tmp_path):
     skip_if_missing("fsdp1")
     finished = launch("fsdp1", [str(HERE / "rotating.py"), str(tmp_path)])
