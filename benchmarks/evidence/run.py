@@ -190,7 +190,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             if options.command == "cells":
                 names = cells.cell_names(options.methods, options.k or cells.default_counts(place.depth))
                 wanted = cells.Cells(place, names, options.tasks, options.seeds, options.rate, options.share)
-                begun = pool.do(more=wanted.jobs)
+                begun = pool.do(more=wanted.jobs) + len(wanted.jobs())
             else:
                 begun = 0
                 for jobs in filter(None, phases(place, options)):
