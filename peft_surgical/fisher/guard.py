@@ -20,11 +20,13 @@ from torch import Tensor, nn
 from peft_surgical.fisher.batches import Batch
 from peft_surgical.fisher.gradients import SampleGradients
 from peft_surgical.fisher.listen import GradientListener
+from peft_surgical.fisher.model_state import layer_parameters
 from peft_surgical.fisher.objective import Rows, TaskObjective, row_gradients
 from peft_surgical.fisher.squares import widen
 from peft_surgical.fisher.sums import on_host
 from peft_surgical.fisher.targets import HookTarget, Targets, kind_of, smallest_of_each_kind
 from peft_surgical.fisher.tasks import IGNORED, NEXT_TOKENS, TOKENS, NoLikelihood
+from peft_surgical.layers import Layer
 
 
 logger = logging.getLogger(__name__)
@@ -93,7 +95,7 @@ class Guard:
     def _look_closer(self, batch: Batch, found: Squares) -> None:
         assert self.sample is not None
         alone, rows, repeated = _by_itself(self.runner, batch, self.sample)
-        parameters = list({id(p): p for target in self._watched for p in target.parameters.values()}.values())
+        parameters = _parameters_of(self._watched)
         expected = autograd_squares(rows, parameters)
         wrong = self._find_wrong(found, expected)
         if wrong is not None and self._find_wrong(autograd_squares(rows, parameters), expected):
@@ -200,6 +202,10 @@ def _by_itself(runner: Any, batch: Batch, sample: int) -> tuple[Batch, Callable[
     return alone, rows, repeated
 
 
+def _parameters_of(targets: Iterable[HookTarget]) -> list[nn.Parameter]:
+    return list({id(p): p for target in targets for p in target.parameters.values()}.values())
+
+
 def _tolerance(parameters: Iterable[nn.Parameter]) -> float:
     return TOLERANCE.get(next(iter(parameters)).dtype, 0.01)
 
@@ -229,15 +235,13 @@ def autograd_squares(rows: Callable[[], Rows], parameters: Sequence[nn.Parameter
     return total
 
 
-def agree_with_loss(
-    runner: Any, batches: Sequence[Batch], last: nn.Module, parameters: Iterable[nn.Parameter]
-) -> TaskObjective:
+def agree_with_loss(runner: Any, batches: Sequence[Batch], last: Layer) -> TaskObjective:
     """The objective of a task, read as the model's own loss reads labels; a `ValueError` where the loss is another one
     than the log-likelihood of the labels.
 
     Most decoders predict the next token from each, but in some (BART's, XLM) labels stand at their own logits, and the
     class's name does not tell which. So one sample shows it, whose loss the model computes too. What it adds to the
-    diagonal in the last layer is kept for the guard, to which it would show it anyway.
+    diagonal of some modules of the last layer is kept, so that the guard need not run the model on it once more.
     """
     objective: TaskObjective = runner.objective
     sample = _most_padded(batches)
@@ -255,10 +259,11 @@ def agree_with_loss(
         objective = _read_as_loss(objective, outputs, alone, type(runner.model).__name__)
         return objective(outputs, alone)
 
-    targets = Targets(last, [last], parameters, runner.forward, ()).usual
+    (parameters,) = layer_parameters([last])
+    targets = Targets(last.module, [last.module], parameters.values(), runner.forward, ()).usual
     watched = smallest_of_each_kind(targets or ()).values()
     try:
-        squares = autograd_squares(rows, [p for target in watched for p in target.parameters.values()])
+        squares = autograd_squares(rows, _parameters_of(watched))
     except NoLikelihood:
         raise
     except (TypeError, ValueError, RuntimeError, LookupError, AttributeError) as error:

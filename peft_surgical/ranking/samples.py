@@ -154,8 +154,8 @@ def read_samples(
             batches = listed(draw.batches(batch_size))
             if isinstance(objective, TaskObjective) and verify:
                 with untouched(model, seed):
-                    task = FisherTask(model, layers, objective)
-                    objective = agree_with_loss(Runner(task), batches, layers[-1].module, task.parameters[-1].values())
+                    runner = Runner(FisherTask(model, layers, objective))
+                    objective = agree_with_loss(runner, batches, layers[-1])
             return objective, batches
         except NoLikelihood as reason:
             if of_loss != usual or (training is None and objective is not None):
