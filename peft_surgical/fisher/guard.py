@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -34,6 +35,9 @@ logger = logging.getLogger(__name__)
 TOLERANCE = {torch.bfloat16: 0.25, torch.float16: 0.25}
 """How far a gradient may be off, as a part of its norm; in other types 1 %."""
 
+
+_FAILURES = (TypeError, ValueError, RuntimeError, LookupError, AttributeError)
+"""What a model may raise that is called in another way than it will be."""
 
 Squares = Mapping[int, Tensor]
 """What a sample adds to the diagonal, by the `id` of the parameter."""
@@ -241,7 +245,8 @@ def agree_with_loss(runner: Any, batches: Sequence[Batch], last: Layer) -> TaskO
 
     Most decoders predict the next token from each, but in some (BART's, XLM) labels stand at their own logits, and the
     class's name does not tell which. So one sample shows it, whose loss the model computes too. What it adds to the
-    diagonal of some modules of the last layer is kept, so that the guard need not run the model on it once more.
+    diagonal of some modules of the last layer is kept, so that the guard need not run the model on it once more. To be
+    called in `untouched`, for these then require a gradient.
     """
     objective: TaskObjective = runner.objective
     sample = _most_padded(batches)
@@ -253,23 +258,19 @@ def agree_with_loss(runner: Any, batches: Sequence[Batch], last: Layer) -> TaskO
         inputs = {**alone.inputs, "labels": labels.masked_fill(labels == objective.ignore_index, IGNORED)}
         alone = Batch(inputs, alone.index)
 
-    def rows() -> Rows:
-        nonlocal objective
-        outputs = runner.forward(alone, labels=True)
-        objective = _read_as_loss(objective, outputs, alone, type(runner.model).__name__)
-        return objective(outputs, alone)
-
     (parameters,) = layer_parameters([last])
     targets = Targets(last.module, [last.module], parameters.values(), runner.forward, ()).usual
-    watched = smallest_of_each_kind(targets or ()).values()
+    watched = _parameters_of(smallest_of_each_kind(targets or ()).values())
+    for p in watched:
+        p.requires_grad_()
     try:
-        squares = autograd_squares(rows, _parameters_of(watched))
-    except NoLikelihood:
-        raise
-    except (TypeError, ValueError, RuntimeError, LookupError, AttributeError) as error:
-        logger.debug("The model does not run on one sample and its labels: %s", error)
+        outputs = runner.forward(alone, labels=True)
+    except _FAILURES as error:
+        logger.debug("The model does not run on one sample with its labels: %s", error)
         return objective
-    objective.alone[sample] = squares
+    objective = _read_as_loss(objective, outputs, alone, type(runner.model).__name__)
+    with suppress(*_FAILURES):  # with labels the outputs may be others, which cannot be read
+        objective.alone[sample] = autograd_squares(lambda: objective(outputs, alone), watched)
     return objective
 
 
