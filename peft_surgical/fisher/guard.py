@@ -1,5 +1,6 @@
 """Checks of each measurement: the log-likelihood against the model's own loss, and what one sample adds to the
-diagonal, measured with hooks in its batch, against plain autograd on the sample alone.
+diagonal, measured with hooks in its batch, against plain autograd on the sample alone. Both look at the same sample,
+so that it usually goes through the model by itself only once.
 
 It looks at one module of each kind, and sees what no rule can know: that a rule does not fit a class, that a module
 writes to what a hook has kept, that a sample's value depends on its padding or on the other samples of its batch.
@@ -10,6 +11,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -19,10 +21,13 @@ from torch import Tensor, nn
 from peft_surgical.fisher.batches import Batch
 from peft_surgical.fisher.gradients import SampleGradients
 from peft_surgical.fisher.listen import GradientListener
+from peft_surgical.fisher.model_state import layer_parameters
 from peft_surgical.fisher.objective import Rows, TaskObjective, row_gradients
 from peft_surgical.fisher.squares import widen
-from peft_surgical.fisher.targets import HookTarget, Targets
+from peft_surgical.fisher.sums import on_host
+from peft_surgical.fisher.targets import HookTarget, Targets, kind_of, smallest_of_each_kind
 from peft_surgical.fisher.tasks import IGNORED, NEXT_TOKENS, TOKENS, NoLikelihood
+from peft_surgical.layers import Layer
 
 
 logger = logging.getLogger(__name__)
@@ -30,6 +35,9 @@ logger = logging.getLogger(__name__)
 TOLERANCE = {torch.bfloat16: 0.25, torch.float16: 0.25}
 """How far a gradient may be off, as a part of its norm; in other types 1 %."""
 
+
+_FAILURES = (TypeError, ValueError, RuntimeError, LookupError, AttributeError)
+"""What a model may raise that is called in another way than it will be."""
 
 Squares = Mapping[int, Tensor]
 """What a sample adds to the diagonal, by the `id` of the parameter."""
@@ -52,7 +60,7 @@ class SampleSquares:
         n = self.sample - first
         if 0 <= n < gradients.samples:
             squares = widen(gradients.dense(n, n + 1)[0]).detach().square()
-            self.squares = self.squares.to(squares.device) + squares
+            self.squares = squares + self.squares
         if self.into is not None:
             self.into.add(gradients, first, queue)
 
@@ -73,13 +81,8 @@ class Guard:
         """What is to take the place of some sums while the batch runs; nothing if the sample is not in the batch."""
         if self.sample not in batch.index:
             return {}
-        kinds: dict[Hashable, HookTarget] = {}
-        for target in targets:
-            known = all(p.is_floating_point() and not p.is_meta for p in target.parameters.values())
-            kind = _kind(target)
-            if known and kind not in self._checked and (kind not in kinds or target.size <= kinds[kind].size):
-                kinds[kind] = target
-        self._watched = list(kinds.values())
+        kinds = smallest_of_each_kind(targets)
+        self._watched = [target for kind, target in kinds.items() if kind not in self._checked]
         number = batch.index.index(self.sample)
         return {id(p): SampleSquares(number, sums[id(p)]) for t in self._watched for p in t.parameters.values()}
 
@@ -87,9 +90,16 @@ class Guard:
         """Compare what was found while the batch ran; raises `DependsOnBatch`, or a `ValueError` where the gradient at
         a module is not that of plain autograd."""
         assert self.sample is not None
-        alone, rows, repeated = _by_itself(self.runner, batch, self.sample)
-        parameters = list({id(p): p for target in self._watched for p in target.parameters.values()}.values())
         found = {key: watch.squares for key, watch in watches.items()}
+        alone = getattr(self.runner.objective, "alone", {}).pop(self.sample, {})
+        if not found.keys() <= alone.keys() or self._find_wrong(found, alone):
+            self._look_closer(batch, found)
+        self._checked |= {kind_of(target) for target in self._watched}
+
+    def _look_closer(self, batch: Batch, found: Squares) -> None:
+        assert self.sample is not None
+        alone, rows, repeated = _by_itself(self.runner, batch, self.sample)
+        parameters = _parameters_of(self._watched)
         expected = autograd_squares(rows, parameters)
         wrong = self._find_wrong(found, expected)
         if wrong is not None and self._find_wrong(autograd_squares(rows, parameters), expected):
@@ -103,7 +113,6 @@ class Guard:
                 f"The gradient of sample {self.sample} of the draw is not that of autograd, in {wrong_alone}. "
                 "Use engine='loop', and please report this model; verify=False leaves out this check."
             )
-        self._checked |= {_kind(target) for target in self._watched}
 
     def _listen(self, alone: Batch, rows: Callable[[], Rows], parameters: Sequence[nn.Parameter]) -> Squares:
         watches = {id(p): SampleSquares(0) for p in parameters}
@@ -118,11 +127,14 @@ class Guard:
         A gradient may be zero but for rounding (a key's bias moves no softmax), hence the norm of the whole module's.
         """
         worst, name, allowed = 0.0, None, 0.0
-        largest = max(float(e.sum()) for e in expected.values()) ** 0.5
+        by_hooks, by_autograd = (torch._foreach_sqrt([squares[key] for key in found]) for squares in (found, expected))
+        off_by = torch._foreach_norm(torch._foreach_sub(by_hooks, by_autograd))
+        numbers = on_host([*torch._foreach_norm(by_autograd), *off_by]).view(2, -1).tolist()
+        norms, errors = (dict(zip(found, row, strict=True)) for row in numbers)
         for target in self._watched:
             keys = [id(p) for p in target.parameters.values()]
-            norm = sum(float(expected[key].sum()) for key in keys) ** 0.5 + 1e-5 * largest
-            off = max(float((found[key].sqrt() - expected[key].sqrt()).norm()) for key in keys) / (norm or 1)
+            norm = math.hypot(*(norms[key] for key in keys)) + 1e-5 * max(norms.values())
+            off = max(errors[key] for key in keys) / (norm or 1)
             if off >= worst:
                 worst, allowed = off, _tolerance(target.parameters.values())
                 name = f"{target.name} ({type(target.module).__name__}; {off:.1%} of its norm)"
@@ -194,15 +206,12 @@ def _by_itself(runner: Any, batch: Batch, sample: int) -> tuple[Batch, Callable[
     return alone, rows, repeated
 
 
+def _parameters_of(targets: Iterable[HookTarget]) -> list[nn.Parameter]:
+    return list({id(p): p for target in targets for p in target.parameters.values()}.values())
+
+
 def _tolerance(parameters: Iterable[nn.Parameter]) -> float:
     return TOLERANCE.get(next(iter(parameters)).dtype, 0.01)
-
-
-def _kind(target: HookTarget) -> Hashable:
-    layouts = tuple((tuple(layout.inputs), tuple(layout.outputs)) for layout in target.layouts)
-    dims = tuple((name, p.dim()) for name, p in target.parameters.items())
-    options = tuple((k, v) for k, v in vars(target.module).items() if isinstance(v, (str, bool)) and k != "training")
-    return type(target.module), target.rule, layouts, dims, options
 
 
 def _padding(batch: Batch) -> list[int]:
@@ -216,61 +225,75 @@ def _padding(batch: Batch) -> list[int]:
 def autograd_squares(rows: Callable[[], Rows], parameters: Sequence[nn.Parameter]) -> Squares:
     """What a sample adds to the diagonal, by plain autograd: the squared gradients of `rows`, which are of a batch of
     one, summed over them, by the `id` of the parameter."""
-    total = {id(p): torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for p in parameters}
+    total = {id(p): torch.zeros(()) for p in parameters}
     try:
         for p in parameters:
             p.requires_grad_()
         for grads in row_gradients(rows().values, parameters):
             for p, g in zip(parameters, grads, strict=True):
                 if g is not None:
-                    total[id(p)] += g.to(total[id(p)].dtype).square()
+                    total[id(p)] = widen(g).square() + total[id(p)]
     finally:
         for p in parameters:
             p.requires_grad_(False)
     return total
 
 
-def agree_with_loss(runner: Any, batches: Sequence[Batch]) -> TaskObjective:
+def agree_with_loss(runner: Any, batches: Sequence[Batch], last: Layer) -> TaskObjective:
     """The objective of a task, read as the model's own loss reads labels; a `ValueError` where the loss is another one
     than the log-likelihood of the labels.
 
     Most decoders predict the next token from each, but in some (BART's, XLM) labels stand at their own logits, and the
-    class's name does not tell which. So one sample shows it, whose loss the model computes too.
+    class's name does not tell which. So one sample shows it, whose loss the model computes too. What it adds to the
+    diagonal of some modules of the last layer is kept, so that the guard need not run the model on it once more. To be
+    called in `untouched`, for these then require a gradient.
     """
     objective: TaskObjective = runner.objective
-    sample = min((runner.alone(b, n) for b in batches[-1:] for n in range(len(b))), key=_size, default=None)
-    if sample is None:
+    sample = _most_padded(batches)
+    batch = next((b for b in batches if sample in b.index), None)
+    if batch is None or sample is None:
         return objective
-    sample = sample.to(runner.device)
-    if objective.ignore_index != IGNORED and isinstance(labels := sample.inputs.get("labels"), Tensor):
-        inputs = {**sample.inputs, "labels": labels.masked_fill(labels == objective.ignore_index, IGNORED)}
-        sample = Batch(inputs, sample.index)
-    with torch.no_grad():
-        try:
-            outputs = runner.forward(sample, labels=True)
-            loss = float(outputs.loss)
-        except (TypeError, ValueError, RuntimeError, LookupError, AttributeError) as error:  # there is no loss
-            logger.debug("The model's own loss cannot be compared: %s", error)
-            return objective
-        others = [
-            replace(objective, reader=r) for r in (NEXT_TOKENS, TOKENS) if objective.reader in (NEXT_TOKENS, TOKENS)
-        ]
-        ours = [(o, o.mean_loss(outputs, sample)) for o in (objective, *others)]
+    alone = runner.alone(batch, batch.index.index(sample)).to(runner.device)
+    if objective.ignore_index != IGNORED and isinstance(labels := alone.inputs.get("labels"), Tensor):
+        inputs = {**alone.inputs, "labels": labels.masked_fill(labels == objective.ignore_index, IGNORED)}
+        alone = Batch(inputs, alone.index)
+
+    (parameters,) = layer_parameters([last])
+    targets = Targets(last.module, [last.module], parameters.values(), runner.forward, ()).usual
+    watched = _parameters_of(smallest_of_each_kind(targets or ()).values())
+    for p in watched:
+        p.requires_grad_()
+    try:
+        outputs = runner.forward(alone, labels=True)
+    except _FAILURES as error:
+        logger.debug("The model does not run on one sample with its labels: %s", error)
+        return objective
+    objective = _read_as_loss(objective, outputs, alone, type(runner.model).__name__)
+    with suppress(*_FAILURES):  # with labels the outputs may be others, which cannot be read
+        objective.alone[sample] = autograd_squares(lambda: objective(outputs, alone), watched)
+    return objective
+
+
+@torch.no_grad()
+def _read_as_loss(objective: TaskObjective, outputs: Any, sample: Batch, model: str) -> TaskObjective:
+    try:
+        loss = float(outputs.loss.detach())
+    except (AttributeError, RuntimeError) as error:
+        logger.debug("There is no loss of the model's own to compare with: %s", error)
+        return objective
+    readers = [r for r in (NEXT_TOKENS, TOKENS) if objective.reader in (NEXT_TOKENS, TOKENS)]
+    others = [replace(objective, reader=r) for r in readers if r is not objective.reader]
+    ours = [(o, o.mean_loss(outputs, sample)) for o in (objective, *others)]
     if not math.isfinite(ours[0][1]) or getattr(outputs, "aux_loss", None) is not None:
         return objective
     off = {id(o): abs(found - loss) / max(abs(loss), 1e-6) for o, found in ours}
     best = min((o for o, _ in ours), key=lambda o: off[id(o)])
     if off[id(best)] > 0.02:
         raise NoLikelihood(
-            f"{type(runner.model).__name__} computes a loss of {loss:.4f} for a sample whose labels have a negative "
-            f"log-likelihood of {ours[0][1]:.4f} on average: its loss is another one. Give log_likelihood=, a "
-            "function (outputs, batch) -> (N,), or 'loss' for the model's own, a sample at a time; verify=False takes "
-            "the likelihood as it is."
+            f"{model} computes a loss of {loss:.4f} for a sample whose labels have a negative log-likelihood of "
+            f"{ours[0][1]:.4f} on average: its loss is another one. Give log_likelihood=, a function (outputs, batch) "
+            "-> (N,), or 'loss' for the model's own, a sample at a time; verify=False takes the likelihood as it is."
         )
     if best.reader is not objective.reader:
-        logger.info("Where the labels stand was told from the loss of %s.", type(runner.model).__name__)
+        logger.info("Where the labels stand was told from the loss of %s.", model)
     return best
-
-
-def _size(batch: Batch) -> int:
-    return sum(v.numel() for v in batch.inputs.values() if isinstance(v, Tensor))

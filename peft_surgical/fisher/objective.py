@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -79,6 +79,8 @@ class TaskObjective:
     seed: int  # a sample gets the same draws whatever it shares a batch with
     ignore_index: int = IGNORED
     drawn: Tensor | None = None  # takes the place of draws, (D, slots with a label), for a batch of one
+    alone: dict[int, Mapping[int, Tensor]] = field(default_factory=dict)
+    """What a sample by itself was found to add to the diagonal, by its number and the `id` of the parameter."""
 
     def __call__(self, outputs: Any, batch: Batch) -> Rows:
         distribution = self.reader.distribution(outputs, batch)

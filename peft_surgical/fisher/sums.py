@@ -101,7 +101,7 @@ def reduce_diagonals(pairs: Sequence[tuple[nn.Parameter, DiagonalSum]], count: f
     """The means over the samples of all processes: the sums, divided by `count`."""
     totals = _totals(pairs)
     found = [norm for order in (2, 1) for norm in torch._foreach_norm(totals, order, dtype=torch.float64)]
-    norms, traces = _together(found).view(2, -1)
+    norms, traces = on_host(found).view(2, -1)
     contributions = torch.zeros(len(pairs), 0, dtype=torch.float64)
     if pairs[0][1].keeper is not None:
         scales = [1 / norm if norm else 0.0 for norm in norms.tolist()]
@@ -128,7 +128,7 @@ def _totals(pairs: Sequence[tuple[nn.Parameter, DiagonalSum]]) -> list[Tensor]:
     return totals
 
 
-def _together(tensors: Sequence[Tensor]) -> Tensor:
+def on_host(tensors: Sequence[Tensor]) -> Tensor:
     """Tensors of one shape, stacked, float64 on the CPU: one copy instead of many, which waits for the device."""
     device = next((t.device for t in tensors if t.device.type != "cpu"), torch.device("cpu"))
     return torch.stack([t.to(device) for t in tensors]).cpu().double()

@@ -12,7 +12,7 @@ That takes longer than a backward pass, so it is first assumed that all is as us
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -48,6 +48,26 @@ class HookTarget:
     def size(self) -> int:
         """The number of entries of its parameters."""
         return sum(p.numel() for p in self.parameters.values())
+
+
+def kind_of(target: HookTarget) -> Hashable:
+    """The same for two targets whose gradients are computed in the same way."""
+    layouts = tuple((tuple(layout.inputs), tuple(layout.outputs)) for layout in target.layouts)
+    dims = tuple((name, p.dim()) for name, p in target.parameters.items())
+    options = tuple((k, v) for k, v in vars(target.module).items() if isinstance(v, (str, bool)) and k != "training")
+    return type(target.module), target.rule, layouts, dims, options
+
+
+def smallest_of_each_kind(targets: Iterable[HookTarget]) -> dict[Hashable, HookTarget]:
+    """By kind the smallest target whose parameters are numbers on a device; of equal ones the last, since the way back
+    to it from the loss is the shortest."""
+    found: dict[Hashable, HookTarget] = {}
+    for target in targets:
+        kind = kind_of(target)
+        if all(p.is_floating_point() and not p.is_meta for p in target.parameters.values()):
+            if kind not in found or target.size <= found[kind].size:
+                found[kind] = target
+    return found
 
 
 class Targets:

@@ -154,7 +154,8 @@ def read_samples(
             batches = listed(draw.batches(batch_size))
             if isinstance(objective, TaskObjective) and verify:
                 with untouched(model, seed):
-                    objective = agree_with_loss(Runner(FisherTask(model, layers, objective)), batches)
+                    runner = Runner(FisherTask(model, layers, objective))
+                    objective = agree_with_loss(runner, batches, layers[-1])
             return objective, batches
         except NoLikelihood as reason:
             if of_loss != usual or (training is None and objective is not None):

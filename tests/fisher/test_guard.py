@@ -15,7 +15,12 @@ from torch.utils.data import DataLoader
 
 from peft_surgical import rank_layers
 from peft_surgical.fisher import DenseGradients, rules
-from peft_surgical.layers import find_stacks
+from peft_surgical.fisher.batches import Batch
+from peft_surgical.fisher.engine import FisherTask, Runner
+from peft_surgical.fisher.guard import agree_with_loss
+from peft_surgical.fisher.measure import layer_fisher
+from peft_surgical.fisher.objective import make_objective
+from peft_surgical.layers import choose_stack, find_stacks
 
 
 LENGTHS = (5, 11, 3, 8)
@@ -330,6 +335,72 @@ def test_no_false_alarm(family, dtype, labels, caplog):
         data = {"data_collator": lambda n: {k: v[n] for k, v in batch.items()}}
         rank(model, list(range(6)), labels=labels, stack=stack, score=score, **data)
     assert "one at a time" not in caplog.text
+
+
+# ---- what the checks cost
+
+
+def count_passes(model, *data, **options) -> int:
+    """The forward passes of a ranking."""
+    passes = []
+    handle = model.register_forward_pre_hook(lambda *_: passes.append(1))
+    rank(model, *data, **options)
+    handle.remove()
+    return len(passes)
+
+
+@pytest.mark.parametrize("labels", ["given", "sampled", "exact"])
+@pytest.mark.parametrize("family", ["bert", "gpt2", "llama", "bart", "vit"])
+def test_the_checks_take_one_forward_pass_together(family, labels):
+    model, batch = tiny_models.build(family), tiny_models.batch(family, 6)
+    if labels == "exact" and batch["labels"].dim() == 2:
+        pytest.skip("a row for each word")
+    options = {"data_collator": lambda n: {k: v[n] for k, v in batch.items()}, "labels": labels}
+    options |= {"stack": "encoder"} if family == "bart" else {}
+    numbers = list(range(6))
+    assert count_passes(model, numbers, **options) == count_passes(model, numbers, verify=False, **options) + 1
+
+
+@pytest.mark.parametrize("how", ["doubles", "stops", "no loss"])
+def test_a_model_that_does_something_else_with_labels_raises_no_alarm(how, caplog):
+    class OtherForSequenceClassification(transformers.BertForSequenceClassification):
+        def forward(self, input_ids, attention_mask=None, labels=None):
+            out = super().forward(input_ids, attention_mask)
+            if labels is not None and how == "stops":
+                raise ValueError("no labels, please")
+            if labels is not None and how == "doubles":
+                out.logits = 2 * out.logits
+                out.loss = nn.functional.cross_entropy(out.logits, labels)
+            return out
+
+    model = tiny_models.build("bert")
+    model.__class__ = OtherForSequenceClassification
+    rows, options = texts(model), {"data_collator": lambda part: padded(part, "right")}
+    assert rank(model, rows, **options) == rank(model, rows, verify=False, **options)
+    extra = count_passes(model, rows, **options) - count_passes(model, rows, verify=False, **options)
+    assert extra == (1 if how == "no loss" else 2)
+    assert not caplog.text
+
+
+def test_what_a_sample_adds_by_itself_is_kept_without_a_graph_and_only_until_it_is_compared():
+    model = tiny_models.build("bert").eval().requires_grad_(False)
+    layers = choose_stack(model, None).layers
+    batch = Batch(tiny_models.batch("bert", 6), tuple(range(6)))
+
+    def norms(objective):
+        return [t.norm for layer in layer_fisher(model, layers, [batch], objective).layers for t in layer.values()]
+
+    expected = norms(make_objective(model))
+    task = FisherTask(model, layers, make_objective(model))
+    objective = agree_with_loss(Runner(task), [batch], layers[-1])
+    ((sample, squares),) = objective.alone.items()
+    assert 0 < len(squares) < len(list(layers[-1].module.parameters()))
+    assert not any(s.requires_grad for s in squares.values())
+    assert not any(p.requires_grad for p in model.parameters())
+    for known in (squares, {key: 2 * s for key, s in squares.items()}):  # as of a head that was initialized anew since
+        objective.alone[sample] = known
+        assert norms(objective) == expected
+        assert not objective.alone
 
 
 # ---- data
