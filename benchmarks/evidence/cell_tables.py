@@ -110,18 +110,19 @@ def choices_table(results: Results) -> str:
 
 
 def pairs_table(results: Results) -> str:
-    """Ways to choose layers of a decoder against one another, paired by task and seed."""
+    """Ways to choose layers, and methods, against one another, paired by task and seed."""
     measured, rows = CellValues(results), []
-    for name in ("spread", "middle", "fisher", "last", "random", "lora-16"):
-        found = measured.difference("alternate:6", measured.cell_name(name))
-        rows.append([f"every other layer - {CHOICES[name][0]}", str(found), f"{found.better}:{found.worse}"])
-    for name, label in ADAPTERS.items():
-        for other in ("lora-16", "full"):
-            found = measured.difference(name, other)
-            rows.append([f"{label} - {CHOICES[other][0]}", str(found), f"{found.better}:{found.worse}"])
-    for name, label in HALVED.items():
-        found = measured.difference(measured.cell_name(name), "alternate:6")
-        rows.append([f"every other layer {label} - in float32", str(found), f"{found.better}:{found.worse}"])
+    others = ("spread", "middle", "fisher", "last", "random", "lora-16") if measured.is_decoder else ()
+    pairs = [("alternate", other, f"every other layer - {CHOICES[other][0]}") for other in others]
+    pairs += [
+        (name, other, f"{label} - {CHOICES[other][0]}")
+        for name, label in ADAPTERS.items()
+        for other in ("lora-16", "full")
+    ]
+    pairs += [(name, "alternate", f"every other layer {label} - in float32") for name, label in HALVED.items()]
+    for name, other, label in pairs:
+        found = measured.difference(measured.cell_name(name), measured.cell_name(other))
+        rows.append([label, str(found), f"{found.better}:{found.worse}"])
     return table(["difference", f"points {INTERVALS}", "better:worse"], rows)
 
 
@@ -154,6 +155,7 @@ class CellValues:
     """
 
     def __init__(self, results: Results):
+        self._k = results.k
         self.runs = [run for file in results.folder.glob("runs/*.jsonl") for run in records.read(file)]
         self.is_decoder = any("plain" in run for run in self.runs)
         self.tasks = [task for task in TASKS if any(run["task"] == task for run in self.runs)]
@@ -163,13 +165,17 @@ class CellValues:
         self._known: dict[str, tuple[float, dict[tuple[str, int], tuple[float, list[list[float]]]]]] = {}
 
     def cell_name(self, name: str) -> str:
-        """A way to choose layers as the cell of a third of them; a method by its own name."""
-        return name if methods.family(name) in methods.RATES else f"{name}:{self._cells.place.depth // 3}"
+        """A way to choose layers as the cell of a third of them (of an encoder, of 5 in 12); a method by its own
+        name."""
+        count = self._cells.place.depth // 3 if self.is_decoder else self._k
+        return name if methods.family(name) in methods.RATES else f"{name}:{count}"
 
     def cell(self, name: str) -> tuple[float, dict[tuple[str, int], tuple[float, list[list[float]]]]]:
         """The rate of a cell, and for each task and seed its metric and what was forgotten; see `values`."""
         if name not in self._known:
-            self._known[name] = values(self._cells, name)
+            kind, _, count = name.partition(":")
+            judged_by = f"alternate:{count}" if kind in methods.HALVED else name
+            self._known[name] = values(self._cells, name, judged_by)
         return self._known[name]
 
     def difference(self, name: str, other: str, chosen: Sequence[str] | None = None) -> Difference:
@@ -182,12 +188,15 @@ class CellValues:
         return Difference([points_of for points_of in paired if points_of])
 
 
-def values(found: cells.Cells, name: str) -> tuple[float, dict[tuple[str, int], tuple[float, list[list[float]]]]]:
-    """The rate of a cell, and for each task and seed its metric and what was forgotten; means over random draws."""
+def values(
+    found: cells.Cells, name: str, judged_by: str
+) -> tuple[float, dict[tuple[str, int], tuple[float, list[list[float]]]]]:
+    """The rate of a cell, chosen with another one, and for each task and seed its metric and what was forgotten; means
+    over random draws."""
     tasks = list(found.every_task)
     orders = found.orders()
     done = {task: found.place.runs(task) for task in tasks}
-    rate, untried = found.chosen_rate(name, done, orders)
+    rate, untried = found.chosen_rate(judged_by, done, orders)
     measured: dict[tuple[str, int], tuple[float, list[list[float]]]] = {}
     if untried:
         return math.nan, measured
