@@ -99,8 +99,9 @@ def alarms(entry: Architecture, dtype: torch.dtype, singly: bool) -> dict[str, t
                 off = [m for m in messages if "off the most" in m]
                 found[f"{name} {stack.name}"] = ("false alarm", said[0]) if said else ("right", " ".join(off[:1]))
             except (ValueError, RuntimeError, TypeError, NotImplementedError) as error:
-                alarm = "autograd" in str(error)
-                found[f"{name} {stack.name}"] = ("false alarm" if alarm else "refused", str(error).splitlines()[0])
+                alarm, unused = "not that of autograd" in str(error), "No layer gets a gradient" in str(error)
+                outcome = "false alarm" if alarm else "right" if unused else "refused"  # float64 told what is unused
+                found[f"{name} {stack.name}"] = (outcome, str(error).splitlines()[0])
     return found
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,10 +40,11 @@ def engine(case: Case, name: str, contributions: bool = False, aggregation: str 
     return aggregate(measurement, aggregation).scores
 
 
-def whole(case: Case, batch_size: int) -> list[float]:
+def whole(case: Case, batch_size: int, verify: bool = True) -> list[float]:
     """`rank_layers` from the data to the ranking: it draws and sorts samples, and adds intervals to the scores."""
+    options: dict[str, Any] = {"batch_size": batch_size, "verify": verify, "progress": False}
     features = [{k: v[0].tolist() for k, v in _inputs(case, sample).items()} for sample in case.samples]
-    return rank_layers(case.model, features, num_samples=len(features), batch_size=batch_size, progress=False).scores
+    return rank_layers(case.model, features, num_samples=len(features), **options).scores
 
 
 @contextlib.contextmanager

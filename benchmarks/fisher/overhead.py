@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks.common.device import RESULTS, result_file
 from benchmarks.fisher import ours
 from benchmarks.fisher.other_ways import Case, floor_sorted
-from peft_surgical.fisher import contributions, gradients, listen, squares
+from peft_surgical.fisher import contributions, gradients, guard, listen, squares
 from peft_surgical.fisher import triton as kernels
 
 
@@ -43,6 +43,7 @@ METHODS: dict[str, Callable[[Case], object]] = {
     "hooks, trace": lambda case: ours.engine(case, "hooks", aggregation="trace"),
     "a pass for each layer": lambda case: ours.engine(case, "layer_major"),
     "rank_layers, data to intervals": lambda case: ours.whole(case, SAMPLES),
+    "rank_layers without its checks": lambda case: ours.whole(case, SAMPLES, verify=False),
 }
 
 
@@ -86,6 +87,7 @@ def path_of_a_gpu() -> Iterator[None]:
         patch(kernels, "_squared_products", NoKernel())
         patch(kernels, "_normalized_sums", NoKernel(written=2))
         patch(kernels, "_has_copy_engine", lambda device: hasattr(kernels.triton, "set_allocator"))
+        patch(guard.Guard, "_find_wrong", lambda *_: None)  # what the kernels would write is wrong
         patch(squares, "has_kernel", lambda grad_outputs, dtype: dtype == torch.float32)
         for module, name in THRESHOLDS:
             patch(module, name, getattr(module, name) // SHRINK)

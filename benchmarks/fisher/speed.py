@@ -100,6 +100,7 @@ def our_rows(setting: Setting) -> Iterator[tuple[str, Method]]:
     yield "ours: a pass for each layer", partial(ours.engine, name="layer_major")
     yield "ours: hooks, trace", partial(ours.engine, name="hooks", aggregation="trace")
     yield "ours: rank_layers, data to intervals", partial(ours.whole, batch_size=setting.batch)
+    yield "ours: rank_layers without its checks", partial(ours.whole, batch_size=setting.batch, verify=False)
 
 
 def other_rows(setting: Setting) -> Iterator[Row]:
