@@ -49,10 +49,10 @@ def adapter_parameters(model: nn.Module, adapters: Collection[str]) -> Iterator[
                         yield f"{path}.{attribute}.{name}", parameter
 
 
+@torch.compiler.disable  # where a compiled model is in several pieces, this would be compiled by itself
 def before_training(tuner: Any) -> None:
     """What is done before each forward pass in training."""
-    if "_backward_start" not in tuner.__dict__:
-        tuner._backward_start = BackwardStart()
+    tuner.__dict__.setdefault("_backward_start", BackwardStart())
     if "_held_buffers" not in tuner.__dict__ or not tuner._is_trained_set_checked:
         tuner._is_trained_set_checked = True
         tuner._base_on_host = None  # an engine may have taken the model over since

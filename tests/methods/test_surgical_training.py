@@ -159,3 +159,15 @@ def test_running_statistics_outside_the_chosen_modules_do_not_move_in_training()
     assert base.norm_a.num_batches_tracked == 0
     assert base.norm_b.tuned["default"]["num_batches_tracked"] == 1
     assert base.norm_b.base_layer.num_batches_tracked == 0
+
+
+def test_a_compiled_model_in_several_pieces_trains_as_the_plain_one():
+    base = build("bert")
+    base.bert.embeddings.register_forward_hook(lambda *args: torch._dynamo.graph_break())
+    models = [get_peft_model(copy.deepcopy(base), SurgicalConfig(layers=[1, 2])).train() for _ in range(2)]
+    for model, call in zip(models, (models[0], torch.compile(models[1], backend="eager")), strict=True):
+        for dropout in (m for m in model.modules() if isinstance(m, torch.nn.Dropout)):
+            dropout.p = 0.0
+        call(**batch("bert")).loss.backward()
+    for one, other in zip(*(model.parameters() for model in models), strict=True):
+        assert one.grad is other.grad is None or torch.equal(one.grad, other.grad)
