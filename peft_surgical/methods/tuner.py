@@ -19,7 +19,7 @@ from peft_surgical.copies.compute import leave_fused_path
 from peft_surgical.copies.host import BaseOnHost, leave_base_out
 from peft_surgical.copies.in_place import TunedInPlace
 from peft_surgical.copies.module import TunedModule
-from peft_surgical.copies.select import innermost_tuned, matches_any, note_untied
+from peft_surgical.copies.select import innermost_tuned, note_untied
 from peft_surgical.distributed import check_not_prepared
 from peft_surgical.files.adapter import touched_names
 from peft_surgical.files.base import base_tensors, check_base, describe_base
@@ -32,6 +32,7 @@ from peft_surgical.methods.heads import (
     head_names,
     label_settings,
     resize_heads,
+    saved_modules,
 )
 from peft_surgical.methods.report import TuningReport, tuning_report
 from peft_surgical.methods.resolve import Matching, Resolution, check_adapter_name, shared_once, untrained_parameters
@@ -75,8 +76,8 @@ class DeltaTuner(SavedState, BaseTuner):
         check_trained_rows(model, peft_config, base)
         peft_config.resolution = shared_once(self._resolve(peft_config, model), model)
         tensors = self._touched_tensors(peft_config, model)
-        heads = [m for path, m in model.named_modules() if path and matches_any(path, peft_config.modules_to_save)]
-        parameters = [*tensors.values(), *(p for head in heads for p in head.parameters())]
+        saved = saved_modules(model, peft_config.modules_to_save)
+        parameters: Any = [*tensors.values(), *(p for module in saved for p in module.parameters())]
         self._gathered.enter_context(gather_params_ctx([p for p in parameters if hasattr(p, "ds_id")], None))
         if peft_config.record is None:
             peft_config.base = peft_config.record = describe_base(model, left_out=peft_config.modules_to_save or [])

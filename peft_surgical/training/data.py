@@ -167,7 +167,9 @@ def _read_files(files: list[Path], encoding: str) -> Dataset:
     suffix = files[0].suffix
     if suffix not in FORMATS:
         raise ValueError(f"--data {files[0]}: the file is none of {', '.join(FORMATS)}.")
-    options = {"sep": "\t" if suffix == ".tsv" else ",", "encoding": encoding} if FORMATS[suffix] == "csv" else {}
+    options: dict[str, Any] = (
+        {"sep": "\t" if suffix == ".tsv" else ",", "encoding": encoding} if FORMATS[suffix] == "csv" else {}
+    )
     if suffix == ".tsv":
         options["quoting"] = _quoting(files, encoding)
     if suffix == ".csv":
