@@ -340,6 +340,25 @@ def test_embeddings_may_be_tuned_by_name(method, tmp_path):
     assert torch.equal(outputs(again, "llama"), outputs(model, "llama"))
 
 
+@methods
+def test_a_second_peft_model_on_the_same_base_is_refused_and_leaves_the_first_as_it_was(method, tmp_path):
+    base = build("bert")
+    model = shake(get_peft_model(base, make_config(method, "bert", [1])), "default").eval()
+    before, folder = outputs(model, "bert"), save(model, tmp_path / "first")
+    other = {"SURGICAL": "STRATIFIED", "STRATIFIED": "SURGICAL"}[method]
+    seconds = (
+        lambda: PeftModel.from_pretrained(base, folder),
+        lambda: get_peft_model(base, make_config(method, "bert", [2])),
+        lambda: get_peft_model(base, make_config(other, "bert", [2]), adapter_name="other"),
+    )
+    for second in seconds:
+        with pytest.raises(ValueError, match=r"has the adapters \['default'\] from another call .* unload\(\)"):
+            second()
+    again = PeftModel.from_pretrained(build("bert"), save(model, tmp_path / "again")).eval()
+    assert torch.equal(outputs(again, "bert"), before)
+    get_peft_model(model.unload(), make_config(other, "bert", [2]))
+
+
 @pytest.mark.parametrize("name", ["train", "half", "items", "a.b"])
 @methods
 def test_a_name_that_pytorch_uses_is_refused_before_anything_changes(method, name):
