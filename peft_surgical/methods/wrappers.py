@@ -131,6 +131,8 @@ def delete_adapter(tuner: Any, adapter_name: str) -> None:
 
 def take_out_unfilled(tuner: Any, adapter_name: str) -> None:
     """Take out an adapter whose tensors could not be loaded, unless it had some before."""
+    if not isinstance(tuner, BaseTuner):
+        return  # a bare model of transformers
     config: Any = tuner.peft_config[adapter_name]
     if not vars(config).pop("_is_unfilled", False):
         return
