@@ -146,6 +146,7 @@ def _is_target(path: str, module: nn.Module, stratum: Stratum) -> bool:
 def _linear(path: str, module: nn.Module) -> nn.Module:
     if not isinstance(module, (nn.Linear, Conv1D)):
         raise ValueError(f"{path} is a {type(module).__name__}; columns are trained of linear modules alone.")
+    _check_tensor(f"{path}.weight", module.weight, is_dry_run=True)  # 4 bits are packed into a single column
     return module
 
 

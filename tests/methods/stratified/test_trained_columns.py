@@ -220,6 +220,10 @@ def test_what_cannot_be_done_is_refused(tmp_path):
     tied.bert.encoder.layer[3].output.dense.weight = tied.bert.encoder.layer[2].output.dense.weight
     with pytest.raises(ValueError, match="layer.2.output.dense.weight is shared with another module"):
         get_peft_model(tied, config_for("bert"))
+    packed = build("bert")
+    packed.bert.encoder.layer[2].output.dense.weight = nn.Parameter(torch.zeros(256, 1, dtype=torch.uint8), False)
+    with pytest.raises(ValueError, match="layer.2.output.dense.weight is quantised"):
+        get_peft_model(packed, config_for("bert"))
     with pytest.raises(ValueError, match="'bias' has no meaning"):
         StratifiedConfig(strata=[{"layers": "all", "tune": "columns", "bias": "all"}])
     model = train(get_peft_model(build("bert"), config_for("bert")), "bert")
