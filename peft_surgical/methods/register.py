@@ -52,8 +52,7 @@ def register_method(
     _put_around(hotswap, "hotswap_adapter_from_state_dict", _swap_by_method)
     _put_around(PeftModel, "create_or_update_model_card", write_card)
     _put_around(PeftModel, "_upload_modified_files", upload_with_card)
-    if "load_config" in inspect.signature(PeftAdapterMixin.load_adapter).parameters:  # before version 5 it asks PEFT
-        _put_around(PeftAdapterMixin, "load_adapter", _load_as_peft)
+    _put_around(PeftAdapterMixin, "load_adapter", _load_as_peft)
 
 
 def _put_around(owner: Any, name: str, function: Callable[..., Any]) -> None:
@@ -132,12 +131,14 @@ def _open_own(model_id: Any, options: Mapping[str, Any], is_own: bool) -> Adapte
 
 def _load_as_peft(of_transformers: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
     """transformers' `model.load_adapter`, and `from_pretrained` of an adapter's folder, load by PEFT what is of this
-    package. transformers reads files itself: of what is encoded it would take nothing, and say so in a report."""
-    given = inspect.signature(of_transformers).bind(model, *args, **kwargs).arguments
+    package. transformers reads files itself: of weights that are stored once for two places it would take one, and
+    since version 5 nothing of what is encoded, and say so in a report."""
+    bound = inspect.signature(of_transformers).bind(model, *args, **kwargs)
+    given = bound.arguments
     loading, config, state = (given.get(name) for name in ("load_config", "peft_config", "adapter_state_dict"))
     source: Any = given.get("peft_model_id") or getattr(loading, "pretrained_model_name_or_path", None)
     options = {**getattr(loading, "download_kwargs", {}), **(given.get("adapter_kwargs") or {})}
-    options |= {"local_files_only": True} if given.get("local_files_only") else {}
+    options |= {key: given[key] for key in ("local_files_only", "revision", "token") if given.get(key)}
     with suppress(Exception):  # of which transformers tells
         config = config or PeftConfig.from_pretrained(source, **options)
     name = given.get("adapter_name") or "default"
@@ -145,6 +146,12 @@ def _load_as_peft(of_transformers: Callable[..., Any], model: Any, *args: Any, *
     if not isinstance(config, DeltaConfig) or is_there or (source is None and state is None):
         return of_transformers(model, *args, **kwargs)
     config.inference_mode = not given.get("is_trainable", False)
+    try:
+        from transformers.utils.loading_report import LoadStateDictInfo
+    except ImportError:  # before version 5 it lets PEFT do the rest
+        state = peft_model.load_peft_weights(source, device="cpu", **options) if state is None else state
+        given |= {"peft_model_id": None, "peft_config": config, "adapter_state_dict": state}
+        return of_transformers(*bound.args, **bound.kwargs)
     inject_adapter_in_model(config, model, name)
     if state is None:
         state = peft_model.load_peft_weights(source, device="cpu", **options)
@@ -152,8 +159,6 @@ def _load_as_peft(of_transformers: Callable[..., Any], model: Any, *args: Any, *
     model._hf_peft_config_loaded = True
     if config.inference_mode:
         model.eval()
-    from transformers.utils.loading_report import LoadStateDictInfo
-
     return LoadStateDictInfo(**{name: get_origin(hint)() for name, hint in get_type_hints(LoadStateDictInfo).items()})
 
 
