@@ -162,12 +162,11 @@ def test_running_statistics_outside_the_chosen_modules_do_not_move_in_training()
 
 
 def test_a_compiled_model_in_several_pieces_trains_as_the_plain_one():
-    base = build("bert")
+    base = build("bert", hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
     base.bert.embeddings.register_forward_hook(lambda *args: torch._dynamo.graph_break())
     models = [get_peft_model(copy.deepcopy(base), SurgicalConfig(layers=[1, 2])).train() for _ in range(2)]
-    for model, call in zip(models, (models[0], torch.compile(models[1], backend="eager")), strict=True):
-        for dropout in (m for m in model.modules() if isinstance(m, torch.nn.Dropout)):
-            dropout.p = 0.0
+    for call in (models[0], torch.compile(models[1], backend="eager")):
         call(**batch("bert")).loss.backward()
-    for one, other in zip(*(model.parameters() for model in models), strict=True):
-        assert one.grad is other.grad is None or torch.equal(one.grad, other.grad)
+    grads = [{name: p.grad for name, p in model.named_parameters() if p.grad is not None} for model in models]
+    assert grads[0]
+    torch.testing.assert_close(*grads)
