@@ -72,7 +72,7 @@ PRIVATE_NAMES: dict[str, tuple[str, ...]] = {
     "peft.utils.other": ("AuxiliaryTrainingWrapper", "_get_submodules"),
     "peft.utils.save_and_load": ("_insert_adapter_name_into_state_dict",),
     "transformers:AutoModel": ("_model_mapping",),
-    "transformers:PreTrainedModel": ("_init_weights",),
+    "transformers:PreTrainedModel": ("_hf_peft_config_loaded", "_init_weights"),
     "torch:Tensor": ("_version",),
     "torch.nn.modules.module": (
         "_global_backward_hooks",
@@ -90,6 +90,7 @@ PRIVATE_NAMES: dict[str, tuple[str, ...]] = {
 }
 if int(transformers.__version__.partition(".")[0]) >= 5:  # what it converts when it reads a checkpoint
     PRIVATE_NAMES["transformers.conversion_mapping"] = ("get_model_conversion_mapping",)
+    PRIVATE_NAMES["transformers.utils.loading_report"] = ("LoadStateDictInfo",)
     PRIVATE_NAMES["transformers.core_model_loading"] = ("WeightConverter", "WeightRenaming", "rename_source_key")
 
 

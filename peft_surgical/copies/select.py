@@ -8,7 +8,6 @@ the merged model's config says so.
 from __future__ import annotations
 
 import logging
-import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -144,13 +143,10 @@ def own_tensor_names(module: nn.Module) -> list[str]:
 
 
 def matches_any(path: str, names: Sequence[str] | None) -> bool:
-    """Whether a module is, or lies in, one that PEFT's `modules_to_save` means by these names."""
+    """Whether a module is, or lies in, one that PEFT's `modules_to_save` means by these names: ends of its path, so
+    that `norm` also means an `input_layernorm`."""
     parts = path.split(".")
-    return any(
-        re.fullmatch(rf"(.*\.)?{re.escape(n)}", ".".join(parts[: i + 1]))
-        for n in names or []
-        for i in range(len(parts))
-    )
+    return any(".".join(parts[: i + 1]).endswith(tuple(names or ())) for i in range(len(parts)))
 
 
 def note_untied(model: nn.Module) -> None:

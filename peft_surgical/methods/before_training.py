@@ -49,10 +49,10 @@ def adapter_parameters(model: nn.Module, adapters: Collection[str]) -> Iterator[
                         yield f"{path}.{attribute}.{name}", parameter
 
 
+@torch.compiler.disable  # where a compiled model is in several pieces, this would be compiled by itself
 def before_training(tuner: Any) -> None:
     """What is done before each forward pass in training."""
-    if "_backward_start" not in tuner.__dict__:
-        tuner._backward_start = BackwardStart()
+    tuner.__dict__.setdefault("_backward_start", BackwardStart())
     if "_held_buffers" not in tuner.__dict__ or not tuner._is_trained_set_checked:
         tuner._is_trained_set_checked = True
         tuner._base_on_host = None  # an engine may have taken the model over since
@@ -82,6 +82,12 @@ def warn_of_surprises(tuner: Any, frozen_on_purpose: Collection[str] = ()) -> No
             f"The model is in training mode, but adapter {for_inference[0]!r} was loaded for inference, so that "
             "nothing is trained. Load it with is_trainable=True, give a config with inference_mode=False, or call "
             "model.eval().",
+            stacklevel=2,
+        )
+    elif drawn := [name for name in for_inference if tuner.peft_config[name].resolution.columns]:
+        warnings.warn(
+            f"Adapter {drawn[0]!r} was loaded for inference, so that whole weights are trained where its config chose "
+            "columns of them. Load it with is_trainable=True.",
             stacklevel=2,
         )
     resting = {id(parameter) for parameter in tuner.resting}
@@ -146,7 +152,8 @@ class HeldBuffers:
         self.give_back()  # gradient checkpointing computes again in the backward pass
         is_first = self._kept is None
         if self._kept is None:
-            of_adapters = {id(b) for b in _adapters_buffers(model)}
+            holders = [m for m in model.modules() if isinstance(m, (TunedTensors, ModulesToSaveWrapper))]
+            of_adapters = {id(b) for m in holders for b in getattr(m, "modules_to_save", m).buffers()}
             self._kept = [
                 (module, name, buffer.detach().clone())
                 for module in model.modules()
@@ -174,14 +181,6 @@ class HeldBuffers:
             buffer = module._buffers[name]
             if buffer is not None and buffer.shape == kept.shape:
                 buffer.copy_(kept)
-
-
-def _adapters_buffers(model: nn.Module) -> Iterator[torch.Tensor]:
-    for module in model.modules():
-        if isinstance(module, TunedTensors):
-            yield from module.buffers()
-        elif isinstance(module, ModulesToSaveWrapper):
-            yield from module.modules_to_save.buffers()
 
 
 class BackwardStart:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -46,6 +47,20 @@ def head_names(model: nn.Module, task_type: str | None) -> list[str]:
         why = "a part of the pretrained model has that name" if name in alike else "it is a parameter by itself"
         warnings.warn(f"{name!r} of {type(model).__name__}'s head is not trained: {why}.", stacklevel=2)
     return [name for name in names if name not in alike]
+
+
+def saved_modules(model: nn.Module, names: Sequence[str] | None) -> list[nn.Module]:
+    """The modules that PEFT's `modules_to_save` means by these names; a `ValueError` if one of them lies in another,
+    for PEFT would train neither rightly."""
+    found = {path: module for path, module in model.named_modules() if path.endswith(tuple(names or ()))}
+    for path in found:
+        above = {path[: dot.start()]: model.get_submodule(path[: dot.start()]) for dot in re.finditer(r"\.", path)}
+        if outer := next((p for p, m in above.items() if p in found or isinstance(m, ModulesToSaveWrapper)), None):
+            raise ValueError(
+                f"modules_to_save={names!r}: a name means all modules whose paths end with it, here {path!r} and "
+                f"{outer!r} around it, which cannot both be saved. Name more of the path of one, or its parts."
+            )
+    return list(found.values())
 
 
 def _pretrained_part(model: nn.Module) -> str | None:

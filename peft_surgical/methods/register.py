@@ -6,13 +6,15 @@ import functools
 import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from contextlib import suppress
+from typing import Any, get_origin, get_type_hints
 
 import torch
-from peft import PeftConfig, PeftModel, peft_model
+from peft import PeftConfig, PeftModel, inject_adapter_in_model, peft_model, set_peft_model_state_dict
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING
 from peft.tuners.tuners_utils import BaseTuner
 from peft.utils import CONFIG_NAME, hotswap, register_peft_method
+from transformers.integrations.peft import PeftAdapterMixin
 
 from peft_surgical.compat import add_peft_type
 from peft_surgical.files.adapter import AdapterTensors, weights_file
@@ -20,7 +22,7 @@ from peft_surgical.files.check import StateOfFile, checked
 from peft_surgical.methods.card import upload_with_card, write_card
 from peft_surgical.methods.config import MOST_BYTES, DeltaConfig, sources
 from peft_surgical.methods.hotswap import swap_in
-from peft_surgical.names import renamed
+from peft_surgical.names import PREFIX, renamed
 
 
 _tuners: dict[str, type[BaseTuner]] = {}  # of the methods of this package
@@ -50,6 +52,7 @@ def register_method(
     _put_around(hotswap, "hotswap_adapter_from_state_dict", _swap_by_method)
     _put_around(PeftModel, "create_or_update_model_card", write_card)
     _put_around(PeftModel, "_upload_modified_files", upload_with_card)
+    _put_around(PeftAdapterMixin, "load_adapter", _load_as_peft)
 
 
 def _put_around(owner: Any, name: str, function: Callable[..., Any]) -> None:
@@ -124,6 +127,39 @@ def _open_own(model_id: Any, options: Mapping[str, Any], is_own: bool) -> Adapte
             raise
         return None  # PEFT says what is wrong
     return file if is_own or file.header is not None else None
+
+
+def _load_as_peft(of_transformers: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+    """transformers' `model.load_adapter`, and `from_pretrained` of an adapter's folder, load by PEFT what is of this
+    package. transformers reads files itself: of weights that are stored once for two places it would take one, and
+    since version 5 nothing of what is encoded, and say so in a report."""
+    bound = inspect.signature(of_transformers).bind(model, *args, **kwargs)
+    given = bound.arguments
+    loading, config, state = (given.get(name) for name in ("load_config", "peft_config", "adapter_state_dict"))
+    source: Any = given.get("peft_model_id") or getattr(loading, "pretrained_model_name_or_path", None)
+    options = {**getattr(loading, "download_kwargs", {}), **(given.get("adapter_kwargs") or {})}
+    options |= {key: given[key] for key in ("local_files_only", "revision", "token") if given.get(key)}
+    with suppress(Exception):  # of which transformers tells
+        config = config or PeftConfig.from_pretrained(source, **options)
+    name = given.get("adapter_name") or "default"
+    is_there = name in (getattr(model, "peft_config", None) or {})
+    if not isinstance(config, DeltaConfig) or is_there or (source is None and state is None):
+        return of_transformers(model, *args, **kwargs)
+    config.inference_mode = not given.get("is_trainable", False)
+    try:
+        from transformers.utils.loading_report import LoadStateDictInfo
+    except ImportError:  # before version 5 it lets PEFT do the rest
+        state = peft_model.load_peft_weights(source, device="cpu", **options) if state is None else state
+        given |= {"peft_model_id": None, "peft_config": config, "adapter_state_dict": state}
+        return of_transformers(*bound.args, **bound.kwargs)
+    inject_adapter_in_model(config, model, name)
+    if state is None:
+        state = peft_model.load_peft_weights(source, device="cpu", **options)
+    set_peft_model_state_dict(model, {key.removeprefix(PREFIX): t for key, t in state.items()}, adapter_name=name)
+    model._hf_peft_config_loaded = True
+    if config.inference_mode:
+        model.eval()
+    return LoadStateDictInfo(**{name: get_origin(hint)() for name, hint in get_type_hints(LoadStateDictInfo).items()})
 
 
 def _swap_by_method(

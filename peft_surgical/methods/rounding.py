@@ -58,6 +58,8 @@ def round_stochastically(optimizer_class: type[Optimizer], seed: int = 0) -> typ
                     loss = closure()
             groups = self.param_groups
             number = groups[0].setdefault(COUNT, 0)
+            for state in self.state.values() if number == 0 else ():  # made by the constructor, as Adagrad's
+                state.update({k: v.float() for k, v in state.items() if getattr(v, "dtype", None) == torch.bfloat16})
             before = [{**group} for group in groups]
             draw = random.Random(f"{seed} {number}").getrandbits(63)
             generators: dict[torch.device, torch.Generator] = {}
@@ -79,7 +81,7 @@ def round_stochastically(optimizer_class: type[Optimizer], seed: int = 0) -> typ
                 _local(parameter).copy_(round_at_random(_local(full), generators[device]))
             for parameter, gradient in gradients.items():
                 parameter.grad = gradient
-            if any(group[k] is not old[k] for group, old in zip(groups, before, strict=True) for k in old):
+            if any(group[k] is not old.get(k) for group, old in zip(groups, before, strict=True) for k in group):
                 raise TypeError(
                     f"{optimizer_class.__name__} has a state of all parameters, so it cannot update one after the "
                     "other. Use AdamW, or train float32 copies."

@@ -130,9 +130,9 @@ class SavedState(BaseTuner):
     @classmethod
     def _may_be_saved_along(cls, config: Any, model: nn.Module) -> Callable[[str], bool]:
         """Tells which tensors of the base PEFT may save with an adapter."""
-        of_embeddings = embedding_tensors(model)
+        along = embedding_tensors(model)
         has_tokens = getattr(config, "trainable_token_indices", None) is not None
-        return lambda name: name in of_embeddings or (has_tokens and name.endswith(TRAINED_TOKENS))
+        return lambda key: PREFIX + key.removeprefix(PREFIX) in along or (has_tokens and key.endswith(TRAINED_TOKENS))
 
     @classmethod
     def _get_adapter_state_dict(

@@ -214,7 +214,8 @@ def choose_layers(
         if name not in measured:
             raise KeyError(f"The trainer does not measure {name!r}; it gives {sorted(measured)}.")
         values[choice], seconds[choice] = float(measured[name]), time.perf_counter() - started
-        told = trainer.args.greater_is_better if metric is None else None
+        of_args = trainer.args.metric_for_best_model or "loss"
+        told = trainer.args.greater_is_better if name in (of_args, f"eval_{of_args}") else None
         larger = not name.endswith("loss") if told is None else told
         if best_choice(values, larger_is_better=larger) == choice:
             best = TriedLayers(trainer, choice, name, values, seconds)

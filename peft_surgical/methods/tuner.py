@@ -19,24 +19,16 @@ from peft_surgical.copies.compute import leave_fused_path
 from peft_surgical.copies.host import BaseOnHost, leave_base_out
 from peft_surgical.copies.in_place import TunedInPlace
 from peft_surgical.copies.module import TunedModule
-from peft_surgical.copies.select import innermost_tuned, matches_any, note_untied
+from peft_surgical.copies.select import innermost_tuned, note_untied
 from peft_surgical.distributed import check_not_prepared
 from peft_surgical.files.adapter import touched_names
 from peft_surgical.files.base import base_tensors, check_base, describe_base
+from peft_surgical.methods import heads, wrappers
 from peft_surgical.methods.before_training import adapter_parameters, before_training, frozen_statistics
 from peft_surgical.methods.combine import add_weighted_adapter
-from peft_surgical.methods.heads import (
-    apply_label_settings,
-    changed_embeddings,
-    check_trained_rows,
-    head_names,
-    label_settings,
-    resize_heads,
-)
 from peft_surgical.methods.report import TuningReport, tuning_report
 from peft_surgical.methods.resolve import Matching, Resolution, check_adapter_name, shared_once, untrained_parameters
 from peft_surgical.methods.saving import SavedState, live_tensors
-from peft_surgical.methods.wrappers import adapter_names_in_forward, delete_adapter, unload, whole_or_not_at_all
 from peft_surgical.names import OWN_TENSORS, without_wrappers
 
 
@@ -54,6 +46,10 @@ class DeltaTuner(SavedState, BaseTuner):
     resting: Sequence[nn.Parameter] = ()  # what `RotateLayers` does not train now; nothing else makes it trainable
     _flags: list[tuple[nn.Parameter, bool]] | None = None  # which were trainable, while adapters are disabled
 
+    def __init__(self, model: nn.Module, peft_config: Any, adapter_name: str, *args: Any, **kwargs: Any):
+        wrappers.check_alone(model, peft_config, adapter_name)
+        super().__init__(model, peft_config, adapter_name, *args, **kwargs)
+
     # ---- before the model is changed
 
     @abstractmethod
@@ -67,21 +63,21 @@ class DeltaTuner(SavedState, BaseTuner):
         """Resolve what the config means on this model, and check what is loaded. Nothing is changed before this."""
         check_not_prepared(model, "get_peft_model, PeftModel.from_pretrained or load_adapter")
         if not hasattr(self, "_labels_of_base"):
-            self._labels_of_base = label_settings(model)
+            self._labels_of_base = heads.label_settings(model)
         file, base = peft_config.open_weights(), base_tensors(model)
-        heads = [*(peft_config.modules_to_save or []), *head_names(model, peft_config.task_type)]
-        heads += changed_embeddings(file, model, base, heads) if file is not None else []
-        peft_config.modules_to_save = list(dict.fromkeys(heads)) or None
-        check_trained_rows(model, peft_config, base)
+        names = [*(peft_config.modules_to_save or []), *heads.head_names(model, peft_config.task_type)]
+        names += heads.changed_embeddings(file, model, base, names) if file is not None else []
+        peft_config.modules_to_save = list(dict.fromkeys(names)) or None
+        heads.check_trained_rows(model, peft_config, base)
         peft_config.resolution = shared_once(self._resolve(peft_config, model), model)
         tensors = self._touched_tensors(peft_config, model)
-        heads = [m for path, m in model.named_modules() if path and matches_any(path, peft_config.modules_to_save)]
-        parameters = [*tensors.values(), *(p for head in heads for p in head.parameters())]
+        saved = heads.saved_modules(model, peft_config.modules_to_save)
+        parameters: Any = [*tensors.values(), *(p for module in saved for p in module.parameters())]
         self._gathered.enter_context(gather_params_ctx([p for p in parameters if hasattr(p, "ds_id")], None))
         if peft_config.record is None:
             peft_config.base = peft_config.record = describe_base(model, left_out=peft_config.modules_to_save or [])
-            if peft_config.labels is None and head_names(model, peft_config.task_type):
-                peft_config.labels = label_settings(model)
+            if peft_config.labels is None and heads.head_names(model, peft_config.task_type):
+                peft_config.labels = heads.label_settings(model)
         elif peft_config.check_base:
             touched = {*tensors, *touched_names(file or ())}
             check_base(peft_config.record, model, {**base, **tensors}, touched, peft_config.present_name)
@@ -163,7 +159,7 @@ class DeltaTuner(SavedState, BaseTuner):
         self._copied = {}
         if "_untrained" not in self.__dict__:
             self._untrained = untrained_parameters(model)
-        with self._gathering(), given.naming_itself(), whole_or_not_at_all(self, adapter_name, present):
+        with self._gathering(), given.naming_itself(), wrappers.whole_or_not_at_all(self, adapter_name, present):
             super().inject_adapter(model, adapter_name, *args, **kwargs)
         # new modules take the mode of their model, so that an eval() model stays one with dropout in an adapter
         for module in [self, *(module for module in model.modules() if id(module) not in present)]:
@@ -176,7 +172,7 @@ class DeltaTuner(SavedState, BaseTuner):
         self._frozen_on_purpose = frozen  # PEFT gives back the flags that it set meanwhile
         self._copied, self._untied = {}, set()
         if config.labels and self._labels_of_base:
-            resize_heads(model, adapter_name, config.labels["num_labels"], self._labels_of_base["num_labels"])
+            heads.resize_heads(model, adapter_name, config.labels["num_labels"], self._labels_of_base["num_labels"])
         live = live_tensors(model, adapter_name).items()
         shapes = {self._remove_adapter_name_from_key(name, adapter_name): tensor.shape for name, tensor in live}
         config.resolution = replace(config.resolution, shapes=shapes)
@@ -227,11 +223,11 @@ class DeltaTuner(SavedState, BaseTuner):
         if enabled:
             for name in self.active_adapters:
                 settings = getattr(self.peft_config.get(name), "labels", None) or settings
-        apply_label_settings(self.model, settings)
+        heads.apply_label_settings(self.model, settings)
 
     def delete_adapter(self, adapter_name: str) -> None:
         """Delete an adapter. If it was the active one, the oldest remaining one becomes active on all modules."""
-        delete_adapter(self, adapter_name)
+        wrappers.delete_adapter(self, adapter_name)
 
     def train(self, mode: bool = True) -> Self:
         """As in `nn.Module`, except that running statistics of frozen modules do not move in training."""
@@ -252,7 +248,7 @@ class DeltaTuner(SavedState, BaseTuner):
         with ExitStack() as stack:
             if names is not None:
                 beams = kwargs.get("num_beams") or 1
-                stack.enter_context(adapter_names_in_forward(self, names, [*args, *kwargs.values()], beams))
+                stack.enter_context(wrappers.adapter_names_in_forward(self, names, [*args, *kwargs.values()], beams))
             elif self.training and torch.is_grad_enabled():
                 before_training(self)
                 stack.enter_context(self._held_buffers.during_forward(self.model))
@@ -296,4 +292,4 @@ class DeltaTuner(SavedState, BaseTuner):
         return tuning_report(self.model)
 
     def _unload_and_optionally_merge(self, *args: Any, **kwargs: Any) -> Any:
-        return unload(self, *args, **kwargs)
+        return wrappers.unload(self, *args, **kwargs)

@@ -26,6 +26,24 @@ BASE = "__base__"
 _ROWS_NOT_FIRST = ("xlnet",)  # hidden states are (tokens, batch, width)
 
 
+# ---- put in
+
+
+def check_alone(model: nn.Module, config: Any, name: str) -> None:
+    """Refuse a model in which another `PeftModel` has an adapter of this name, or of another kind."""
+    present = getattr(model, "peft_config", None) or {}  # also what was unloaded
+    if not any(isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper)) for module in model.modules()):
+        return
+    kind = (config[name] if isinstance(config, dict) else config).peft_type
+    if name in present or any(other.peft_type != kind for other in present.values()):
+        raise ValueError(
+            f"The model has the adapters {[*present]} from another call of get_peft_model or "
+            f"PeftModel.from_pretrained, so {name!r} ({kind.value}) cannot be put into it. Take them out first, with "
+            "unload() of that PeftModel; or add one of the same kind and another name, with its add_adapter or "
+            "load_adapter."
+        )
+
+
 # ---- taken out
 
 
@@ -113,6 +131,8 @@ def delete_adapter(tuner: Any, adapter_name: str) -> None:
 
 def take_out_unfilled(tuner: Any, adapter_name: str) -> None:
     """Take out an adapter whose tensors could not be loaded, unless it had some before."""
+    if not isinstance(tuner, BaseTuner):
+        return  # a bare model of transformers
     config: Any = tuner.peft_config[adapter_name]
     if not vars(config).pop("_is_unfilled", False):
         return

@@ -6,6 +6,7 @@ rows are looked at once, when all is decided.
 
 from __future__ import annotations
 
+import csv
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -166,7 +167,11 @@ def _read_files(files: list[Path], encoding: str) -> Dataset:
     suffix = files[0].suffix
     if suffix not in FORMATS:
         raise ValueError(f"--data {files[0]}: the file is none of {', '.join(FORMATS)}.")
-    options = {"sep": "\t" if suffix == ".tsv" else ",", "encoding": encoding} if FORMATS[suffix] == "csv" else {}
+    options: dict[str, Any] = (
+        {"sep": "\t" if suffix == ".tsv" else ",", "encoding": encoding} if FORMATS[suffix] == "csv" else {}
+    )
+    if suffix == ".tsv":
+        options["quoting"] = _quoting(files, encoding)
     if suffix == ".csv":
         with files[0].open(encoding=encoding, errors="replace") as text:
             head = text.readline()
@@ -179,6 +184,15 @@ def _read_files(files: list[Path], encoding: str) -> Dataset:
         cause = error.__cause__ or error
         hint = " Name another with --encoding, such as latin-1." if isinstance(cause, UnicodeDecodeError) else ""
         raise ValueError(f"--data {files[0]} cannot be read: {cause}{hint}") from error
+
+
+def _quoting(files: list[Path], encoding: str) -> int:
+    """What quotation marks mean in tab-separated files: where each line has all columns, one that its cell does not
+    close is text, and would take the lines up to the next one with it."""
+    texts = (file.read_text(encoding, errors="replace") for file in files)
+    lines = [line.split("\t") for text in texts for line in text.split("\n") if line]
+    is_open = any(cell[:1] == '"' and (len(cell) == 1 or cell[-1] != '"') for cells in lines for cell in cells)
+    return csv.QUOTE_NONE if is_open and len({*map(len, lines)}) == 1 else csv.QUOTE_MINIMAL
 
 
 def _read_from_hub(name: str, subset: str | None) -> dict[str, Dataset]:

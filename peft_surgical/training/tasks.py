@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -73,6 +74,10 @@ def make_task(
     names = tuple(labels) if labels or kind == "regression" else _class_names(reference, label)
     if kind == "classification" and len(names) < 2:
         raise ValueError(f"Column {label!r} holds the single class {names[0]!r}; a classifier needs two or more.")
+    for name, data in labelled.items():
+        for column in texts:
+            if column not in data.column_names:
+                raise ValueError(f"{name!r} has no column {column!r}, as the others do; it has {data.column_names}.")
     made = {name: _normalise(name, data, texts, label, names) for name, data in labelled.items()}
     return Task(kind, texts, label, names, unused, made)
 
@@ -214,6 +219,9 @@ def _amounts(split: str, data: Dataset, label: str) -> list[float]:
     if isinstance(data.features[label], ClassLabel):
         raise ValueError(f"Column {label!r} holds the classes {data.features[label].names}, not amounts.")
     try:
-        return [float(value) for value in data[label][:]]
+        amounts = [float(value) for value in data[label][:]]
     except ValueError as error:
         raise ValueError(f"{split!r} holds a label that is not a number: {error}") from error
+    if infinite := [amount for amount in amounts if math.isinf(amount)]:
+        raise ValueError(f"{split!r} holds the label {infinite[0]}, which no model can reach.")
+    return amounts

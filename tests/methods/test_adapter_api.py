@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import pickle
 import subprocess
@@ -53,6 +54,7 @@ from peft.utils import hotswap
 from tiny_models import build
 
 from peft_surgical import StratifiedConfig, SurgicalConfig
+from peft_surgical.names import PREFIX
 
 
 cases = pytest.mark.parametrize(("method", "family"), [(m, f) for m in METHODS for f in TASKS])
@@ -233,6 +235,39 @@ def test_transformers_loads_the_adapter_by_itself(method, family, tmp_path):
     assert torch.equal(outputs(base.eval(), family), outputs(model, family))
 
 
+COLUMNS = [{"layers": "0-1", "tune": "frozen"}, {"layers": "2-3", "tune": "columns", "columns": 4}]
+NOT_AS_IT_IS = {  # what a file has otherwise than the model
+    "lossless": SurgicalConfig(task_type="CAUSAL_LM", layers=[1, 2], encoding="lossless"),
+    "columns": SurgicalConfig(task_type="CAUSAL_LM", layers=[1, 2], encoding="columns"),
+    "int8": SurgicalConfig(task_type="CAUSAL_LM", layers=[1, 2], encoding="int8"),
+    "trained columns": StratifiedConfig(task_type="CAUSAL_LM", strata=COLUMNS),
+    "tied": SurgicalConfig(task_type="CAUSAL_LM", target_modules=["embed_tokens", "lm_head"]),
+}
+
+
+@pytest.mark.parametrize("case", NOT_AS_IT_IS)
+def test_transformers_loads_by_itself_what_a_file_has_otherwise(case, tmp_path, caplog):
+    config = NOT_AS_IT_IS[case]
+    build("llama", tie_word_embeddings=case == "tied").save_pretrained(tmp_path / "base")
+    load = functools.partial(transformers.AutoModelForCausalLM.from_pretrained, tmp_path / "base")
+    model = shake(get_peft_model(load(), config), "default")
+    path = save(model, tmp_path / "adapter")
+    expected = outputs(PeftModel.from_pretrained(load(), path), "llama")
+    for is_trainable in (False, True):
+        base = load()
+        base.load_adapter(str(path), is_trainable=is_trainable)
+        assert torch.equal(outputs(base.eval(), "llama"), expected)
+        trained = {n for n, p in base.named_parameters() if p.requires_grad}
+        wanted = {n.removeprefix(PREFIX) for n, p in model.named_parameters() if p.requires_grad}
+        assert trained == (wanted if is_trainable else set())
+    base = load()
+    base.load_adapter(peft_config=copy.copy(config), adapter_state_dict=get_peft_model_state_dict(model))
+    assert torch.equal(outputs(base.eval(), "llama"), expected)
+    whole = transformers.AutoModelForCausalLM.from_pretrained(path)
+    assert torch.equal(outputs(whole.eval(), "llama"), expected)
+    assert "MISSING" not in caplog.text
+
+
 @cases
 def test_transformers_adds_an_adapter_by_itself(method, family):
     model, config = build(family), make_config(method, family, [1, 2])
@@ -338,6 +373,25 @@ def test_embeddings_may_be_tuned_by_name(method, tmp_path):
     assert not torch.allclose(outputs(model, "llama"), base_outputs("llama"))
     again = PeftModel.from_pretrained(build("llama"), save(model, tmp_path)).eval()
     assert torch.equal(outputs(again, "llama"), outputs(model, "llama"))
+
+
+@methods
+def test_a_second_peft_model_on_the_same_base_is_refused_and_leaves_the_first_as_it_was(method, tmp_path):
+    base = build("bert")
+    model = shake(get_peft_model(base, make_config(method, "bert", [1])), "default").eval()
+    before, folder = outputs(model, "bert"), save(model, tmp_path / "first")
+    other = {"SURGICAL": "STRATIFIED", "STRATIFIED": "SURGICAL"}[method]
+    seconds = (
+        lambda: PeftModel.from_pretrained(base, folder),
+        lambda: get_peft_model(base, make_config(method, "bert", [2])),
+        lambda: get_peft_model(base, make_config(other, "bert", [2]), adapter_name="other"),
+    )
+    for second in seconds:
+        with pytest.raises(ValueError, match=r"has the adapters \['default'\] from another call .* unload\(\)"):
+            second()
+    again = PeftModel.from_pretrained(build("bert"), save(model, tmp_path / "again")).eval()
+    assert torch.equal(outputs(again, "bert"), before)
+    get_peft_model(model.unload(), make_config(other, "bert", [2]))
 
 
 @pytest.mark.parametrize("name", ["train", "half", "items", "a.b"])

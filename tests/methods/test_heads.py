@@ -8,8 +8,9 @@ import pytest
 import torch
 import transformers
 from adapters import save, shake
-from peft import PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
+from tiny_models import batch, build
 from torch import nn
 
 from peft_surgical import SurgicalConfig, find_stacks
@@ -100,3 +101,28 @@ def test_a_parameter_that_the_model_holds_itself_is_named():
     model = transformers.Wav2Vec2ForSequenceClassification(config)
     with pytest.warns(UserWarning, match="layer_weights"):
         get_peft_model(model, SurgicalConfig(task_type="SEQ_CLS", layers={"encoder": [1]}))
+
+
+@pytest.mark.parametrize(("family", "name"), [("llama", "norm"), ("gpt2", "te"), ("bert", "LayerNorm")])
+def test_a_name_means_every_module_whose_path_ends_with_it_as_in_peft(family, name, tmp_path):
+    kind = "SEQ_CLS" if family == "bert" else "CAUSAL_LM"
+    model = get_peft_model(build(family), SurgicalConfig(task_type=kind, layers=[1], modules_to_save=[name]))
+    lora = LoraConfig(task_type=kind, target_modules=["query", "q_proj", "c_attn"], modules_to_save=[name])
+    saved = [
+        {n for n, p in m.named_parameters() if p.requires_grad and "modules_to_save" in n}
+        for m in (model, get_peft_model(build(family), lora))
+    ]
+    assert saved[0] == saved[1]
+    shake(model, "default")
+    with torch.no_grad():
+        expected = model(**batch(family)).logits
+        model.save_pretrained(tmp_path)
+        assert torch.equal(PeftModel.from_pretrained(build(family), tmp_path)(**batch(family)).logits, expected)
+        assert torch.equal(model.merge_and_unload()(**batch(family)).logits, expected)
+
+
+def test_names_that_mean_a_module_and_one_inside_it_are_refused():
+    model = build("bert")
+    with pytest.raises(ValueError, match="'bert.embeddings.word_embeddings' and 'bert.embeddings' around it"):
+        get_peft_model(model, SurgicalConfig(task_type="SEQ_CLS", layers=[1], modules_to_save=["embeddings"]))
+    get_peft_model(model, SurgicalConfig(task_type="SEQ_CLS", layers=[1], modules_to_save=["bert.embeddings"]))

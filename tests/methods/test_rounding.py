@@ -61,10 +61,21 @@ def set_gradients(parameters: list[nn.Parameter], number: int) -> None:
         parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
 
 
-@pytest.mark.parametrize("options", [{}, {"fused": True}, {"foreach": True}, {"amsgrad": True}])
-def test_a_step_is_that_of_float32_parameters_rounded(options):
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (torch.optim.AdamW, {}),
+        (torch.optim.AdamW, {"fused": True}),
+        (torch.optim.AdamW, {"foreach": True}),
+        (torch.optim.AdamW, {"amsgrad": True}),
+        (torch.optim.Adagrad, {}),  # its constructor makes the states
+        (torch.optim.Adagrad, {"fused": True}),
+    ],
+)
+def test_a_step_is_that_of_float32_parameters_rounded(kind, options):
     parameters, expected = problem(), [nn.Parameter(p.detach().float()) for p in problem()]
-    ours, plain = ADAMW(parameters, lr=1e-2, **options), torch.optim.AdamW(expected, lr=1e-2, **options)
+    ours = round_stochastically(kind)(parameters, lr=1e-2, **options)
+    plain = kind(expected, lr=1e-2, **options)
     for number in range(3):
         set_gradients(parameters, number)
         given = [p.grad for p in parameters]
@@ -159,10 +170,11 @@ class CountsInItsGroup(torch.optim.SGD):
         self.param_groups[0]["k"] = self.param_groups[0].get("k", 0) + 1
 
 
-def test_an_optimizer_with_a_state_of_all_parameters_is_refused():
+@pytest.mark.parametrize("counted", [{}, {"k": 0}])
+def test_an_optimizer_with_a_state_of_all_parameters_is_refused(counted):
     parameters = problem()
     optimizer = round_stochastically(CountsInItsGroup)(parameters)
-    optimizer.param_groups[0]["k"] = 0
+    optimizer.param_groups[0].update(counted)
     set_gradients(parameters, 0)
     with pytest.raises(TypeError, match="CountsInItsGroup has a state of all parameters"):
         optimizer.step()

@@ -159,3 +159,14 @@ def test_running_statistics_outside_the_chosen_modules_do_not_move_in_training()
     assert base.norm_a.num_batches_tracked == 0
     assert base.norm_b.tuned["default"]["num_batches_tracked"] == 1
     assert base.norm_b.base_layer.num_batches_tracked == 0
+
+
+def test_a_compiled_model_in_several_pieces_trains_as_the_plain_one():
+    base = build("bert", hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    base.bert.embeddings.register_forward_hook(lambda *args: torch._dynamo.graph_break())
+    models = [get_peft_model(copy.deepcopy(base), SurgicalConfig(layers=[1, 2])).train() for _ in range(2)]
+    for call in (models[0], torch.compile(models[1], backend="eager")):
+        call(**batch("bert")).loss.backward()
+    grads = [{name: p.grad for name, p in model.named_parameters() if p.grad is not None} for model in models]
+    assert grads[0]
+    torch.testing.assert_close(*grads)

@@ -228,6 +228,8 @@ class Measured:
         ("eval_error", {}, "b"),  # the larger the better: nobody says otherwise
         (None, {"metric_for_best_model": "error", "greater_is_better": False}, "a"),
         (None, {"metric_for_best_model": "accuracy", "greater_is_better": True}, "a"),
+        ("error", {"metric_for_best_model": "eval_error", "greater_is_better": False}, "a"),
+        ("accuracy", {"metric_for_best_model": "error", "greater_is_better": False}, "a"),  # of another metric
     ],
 )
 def test_the_best_choice_of_layers_is_kept(metric, arguments, best):

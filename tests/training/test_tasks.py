@@ -55,6 +55,13 @@ def test_another_encoding_is_named_when_a_csv_is_not_utf8(tmp_path):
     assert read_splits(str(file), encoding="latin-1")["train"]["text"][:] == ["café", "thé"]
 
 
+def test_a_quotation_mark_in_a_tsv_takes_no_other_lines_with_it(tmp_path):
+    rows = {"text": ['"a', "b", 'c"', '"d" e', "f\u2028g"], "label": [0, 1, 0, 1, 0]}
+    lines = ["text\tlabel", *(f"{text}\t{label}" for text, label in zip(*rows.values(), strict=True))]
+    (tmp_path / "train.tsv").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    assert read_splits(str(tmp_path / "train.tsv"))["train"][:] == rows
+
+
 def test_a_csv_with_other_separators_is_told(tmp_path):
     (tmp_path / "a.csv").write_text("text;label\na text, with a comma;good\n")
     with pytest.raises(ValueError, match=r"a.csv: it has semicolons between its columns. Save it with commas"):
@@ -193,6 +200,15 @@ def test_an_unknown_label_and_a_single_class_are_refused():
         make_task(splits)
     with pytest.raises(ValueError, match="single class 'x'"):
         task_of({"text": ["a", "b"], "label": ["x", "x"]})
+
+
+def test_a_column_that_a_split_lacks_and_infinite_amounts_are_named():
+    splits = {"train": make_rows(4, 0), "dev": make_rows(4, 1).rename_column("text", "words")}
+    with pytest.raises(ValueError, match="'dev' has no column 'text', as the others do; it has .*words"):
+        make_task(splits)
+    data = Dataset.from_dict({"text": ["a", "b"], "label": [1.5, float("inf")]})
+    with pytest.raises(ValueError, match="'train' holds the label inf"):
+        make_task({"train": data}, kind="regression")
 
 
 def test_classes_are_no_amounts():

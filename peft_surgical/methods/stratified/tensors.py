@@ -18,6 +18,7 @@ from peft_surgical.layers import Layer
 from peft_surgical.methods.resolve import Matching, Resolution, check_has_values, is_left_out
 from peft_surgical.methods.stratified.attention_names import linear_names
 from peft_surgical.methods.stratified.strata import Stratum
+from peft_surgical.names import without_wrappers
 
 
 _ADDED = re.compile(r"(.*_)?bias(_u|_v|_[ih]h_l\d+(_reverse)?)?")
@@ -57,8 +58,8 @@ def choose(strata: Sequence[Stratum], config: Any) -> Resolution:
             all_matched.update(matched)
             if stratum.tune == "columns" and stratum.columns is not None:
                 for path, module in matched.items():
-                    copies[path] = ["weight"]
-                    columns[path] = draw_columns(path, _linear(path, module), stratum.columns, config.columns_seed)
+                    copies[path], plain = ["weight"], without_wrappers(path)
+                    columns[path] = draw_columns(plain, _linear(path, module), stratum.columns, config.columns_seed)
                 continue
             lora.update(matched)
             for path, (owner, names) in copied_tensors(stratum, layer, matched, config).items():
@@ -145,6 +146,7 @@ def _is_target(path: str, module: nn.Module, stratum: Stratum) -> bool:
 def _linear(path: str, module: nn.Module) -> nn.Module:
     if not isinstance(module, (nn.Linear, Conv1D)):
         raise ValueError(f"{path} is a {type(module).__name__}; columns are trained of linear modules alone.")
+    _check_tensor(f"{path}.weight", module.weight, is_dry_run=True)  # 4 bits are packed into a single column
     return module
 
 

@@ -190,6 +190,25 @@ def test_it_is_trained_beside_other_strata_and_on_a_base_in_half_precision():
     assert torch.equal(logits(model.merge_and_unload(), "llama"), adapted)
 
 
+def test_layers_compiled_one_by_one_train_the_same_columns(tmp_path):
+    base, compiled = build("bert"), build("bert")
+    layers = compiled.bert.encoder.layer
+    for index in range(len(layers)):
+        layers[index] = torch.compile(layers[index], backend="eager")
+    model = train(get_peft_model(compiled, config_for("bert")), "bert")
+    model.save_pretrained(tmp_path)
+    loaded = PeftModel.from_pretrained(base, tmp_path, is_trainable=True)
+    assert torch.equal(logits(loaded, "bert"), logits(model, "bert"))
+
+
+def test_a_warning_where_one_loaded_for_inference_is_trained_whole(tmp_path):
+    get_peft_model(build("bert"), config_for("bert")).save_pretrained(tmp_path)
+    model = PeftModel.from_pretrained(build("bert"), tmp_path)
+    model.set_adapter("default")
+    with pytest.warns(UserWarning, match="whole weights are trained where its config chose columns"):
+        train(model, "bert", steps=1)
+
+
 def test_what_cannot_be_done_is_refused(tmp_path):
     with pytest.raises(ValueError, match="columns=0 must be how many"):
         StratifiedConfig(strata=[{"layers": "all", "tune": "columns", "columns": 0}])
@@ -201,6 +220,10 @@ def test_what_cannot_be_done_is_refused(tmp_path):
     tied.bert.encoder.layer[3].output.dense.weight = tied.bert.encoder.layer[2].output.dense.weight
     with pytest.raises(ValueError, match="layer.2.output.dense.weight is shared with another module"):
         get_peft_model(tied, config_for("bert"))
+    packed = build("bert")
+    packed.bert.encoder.layer[2].output.dense.weight = nn.Parameter(torch.zeros(256, 1, dtype=torch.uint8), False)
+    with pytest.raises(ValueError, match="layer.2.output.dense.weight is quantised"):
+        get_peft_model(packed, config_for("bert"))
     with pytest.raises(ValueError, match="'bias' has no meaning"):
         StratifiedConfig(strata=[{"layers": "all", "tune": "columns", "bias": "all"}])
     model = train(get_peft_model(build("bert"), config_for("bert")), "bert")
