@@ -38,26 +38,6 @@ from peft_surgical.layers import Layer, find_stacks
 logger = logging.getLogger(__name__)
 
 
-class Progress:
-    """Shows how far a measurement is, if it is to be shown."""
-
-    def __init__(self, shown: bool = False):
-        self._shown, self._bar = shown, tqdm(disable=True)
-
-    def expect(self, steps: int, unit: str) -> None:
-        """There will be so many steps."""
-        self.close()
-        self._bar = tqdm(total=steps, desc="ranking layers", unit=unit, disable=not self._shown)
-
-    def advance(self, steps: int) -> None:
-        """So many steps more are done."""
-        self._bar.update(steps)
-
-    def close(self) -> None:
-        """Nothing more will be done."""
-        self._bar.close()
-
-
 @dataclass(frozen=True)
 class FisherTask:
     """What is to be measured."""
@@ -121,10 +101,10 @@ class Engine(ABC):
         self.samples: list[int] = []
         self.counts = torch.zeros(0, dtype=torch.float64)
 
-    def measure(self, groups: Sequence[Sequence[int]], progress: Progress) -> list[dict[str, TensorFisher]]:
+    def measure(self, groups: Sequence[Sequence[int]], progress: tqdm) -> list[dict[str, TensorFisher]]:
         """For each layer the diagonal Fisher of its parameters, the mean over the samples of all processes. Each group
         of layers, by their numbers, takes a pass over the samples."""
-        progress.expect(len(groups) * sum(len(batch) for batch in self.batches), " samples")
+        progress.reset(len(groups) * sum(len(batch) for batch in self.batches))
         generator = torch.Generator().manual_seed(self.task.seed) if self.task.contributions else None
         found: dict[int, dict[str, TensorFisher]] = {}
         for group in groups:
@@ -135,11 +115,11 @@ class Engine(ABC):
             on_all_ranks(self.check)
         return [found[number] for number in range(len(found))]
 
-    def _go_through(self, sums: LayerSums, progress: Progress) -> None:
+    def _go_through(self, sums: LayerSums, progress: tqdm) -> None:
         self._seen: list[tuple[Batch, Tensor]] = []
         for batch in self.batches:
             self.add(batch, sums)
-            progress.advance(len(batch))
+            progress.update(len(batch))
 
     def _gather_samples(self) -> None:
         index = [number for batch, _ in self._seen for number in batch.index]
@@ -175,7 +155,7 @@ class HookEngine(Engine):
         self.guard = Guard(self.runner, self.targets, batches) if task.verify else None
         self._unchecked: tuple[Batch, LayerSums, list[Tensor]] | None = None
 
-    def _go_through(self, sums: LayerSums, progress: Progress) -> None:
+    def _go_through(self, sums: LayerSums, progress: tqdm) -> None:
         try:
             super()._go_through(sums, progress)
         except DependsOnBatch as reason:

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 import psutil
 import torch
 from torch import Tensor, nn
+from tqdm.auto import tqdm
 
 from peft_surgical.distributed import gather
 from peft_surgical.fisher.batches import Batch
-from peft_surgical.fisher.engine import FisherTask, HookEngine, LoopEngine, Progress
+from peft_surgical.fisher.engine import FisherTask, HookEngine, LoopEngine
 from peft_surgical.fisher.model_state import untouched
 from peft_surgical.fisher.objective import LossObjective, Objective, no_gradient
 from peft_surgical.fisher.sums import TensorFisher
@@ -50,7 +51,7 @@ def layer_fisher(
     engine: str = "auto",
     contributions: bool = True,
     seed: int = 0,
-    progress: Progress | None = None,
+    progress: tqdm | None = None,
     verify: bool = True,
 ) -> FisherMeasurement:
     """Measure the diagonal Fisher of layers, from `resolve_layers`, on batches from a `Draw`, with an objective
@@ -68,7 +69,7 @@ def layer_fisher(
         groups = choose_groups(task, engine)
         loop = engine == "loop" or isinstance(objective, LossObjective)
         job = (LoopEngine if loop else HookEngine)(task, list(batches))
-        found = job.measure(groups, progress or Progress())
+        found = job.measure(groups, tqdm(disable=True) if progress is None else progress)
     _check_results(task, found)
     return FisherMeasurement(found, job.samples, job.counts, job.name, len(groups))
 

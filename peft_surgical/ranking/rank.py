@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from itertools import combinations
 from typing import Any
@@ -11,10 +11,10 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
+from tqdm.auto import tqdm
 
 from peft_surgical.distributed import check_not_prepared, check_same_weights, gather, rank
 from peft_surgical.fisher.batches import Batch
-from peft_surgical.fisher.engine import Progress
 from peft_surgical.fisher.model_state import at_rest, same_random_numbers
 from peft_surgical.fisher.objective import LossObjective
 from peft_surgical.layers import Stack, choose_stack, unwrap
@@ -139,7 +139,7 @@ def rank_layers(
 def _score(request: ScoreRequest, score: Score, head_inits: int, progress: bool) -> Iterator[LayerScores]:
     if head_inits < 0 or (head_inits and not score.needs_data):
         raise ValueError(f"head_inits={head_inits!r}; allowed are integers from 0 on, for scores that look at data.")
-    with closing(Progress(progress and rank() == 0)) as bar:
+    with tqdm(desc="ranking layers", unit=" samples", disable=not progress or rank() > 0) as bar:
         request = replace(request, progress=bar)
         if not head_inits:
             yield score.function(request)
