@@ -43,7 +43,6 @@ class Call:
     outputs: list[_Trace | None]
     single: bool  # one tensor, and nothing else, was returned
     layout: CallLayout | None = None  # how it tells samples apart, as far as it does
-    tensors: tuple[list[Any], Any, Tensor] | None = None  # arguments, their structure, output, where they are kept
 
 
 Calls = dict[nn.Module, list[Call]]
@@ -53,17 +52,11 @@ class OwnHook(partial):
     """A forward hook of this package, known by its type where an interrupt left it behind."""
 
 
-def record_calls(
-    modules: Collection[nn.Module],
-    run: Callable[[], Any],
-    whole: Collection[nn.Module],
-    before: Calls | None = None,
-) -> Calls:
-    """Run a model and note the calls of some of its modules, in order; of the first call of those in `whole` keep all
-    tensors. `before` are the calls of a run on one sample: in this run, on two, it is then noted how they are told
-    apart."""
+def record_calls(modules: Collection[nn.Module], run: Callable[[], Any], before: Calls | None = None) -> Calls:
+    """Run a model and note the calls of some of its modules, in order. `before` are the calls of a run on one sample:
+    in this run, on two, it is then noted how they are told apart."""
     recorder = _Recorder(before)
-    handles = [m.register_forward_hook(OwnHook(recorder.note, m in whole), with_kwargs=True) for m in modules]
+    handles = [m.register_forward_hook(OwnHook(recorder.note), with_kwargs=True) for m in modules]
     try:
         with torch.no_grad():
             run()
@@ -87,16 +80,15 @@ class _Recorder:
         self._values: list[tuple[Tensor, Tensor]] = []
         self._unsure: list[tuple[Call, list[int]]] = []
 
-    def note(self, keep: bool, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
+    def note(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
         mine = self.calls.setdefault(module, [])
         if not kwargs and all(isinstance(x, Tensor) for x in args):  # nearly always; flattening takes long
             inputs = list(args)
         else:
             inputs = tree_flatten((args, kwargs))[0]
         outputs = float_tensors(output)
-        tensors = (inputs, tree_flatten((args, kwargs))[1], output) if keep and not mine else None
         traces = [self._trace(x) for x in inputs], [self._trace(x) for x in outputs]
-        call = Call(*traces, isinstance(output, Tensor), None, tensors)
+        call = Call(*traces, isinstance(output, Tensor))
         earlier = self.before.get(module, []) if self.before is not None else []
         if len(mine) < len(earlier):
             self._compare_later(call, earlier[len(mine)], inputs, outputs)

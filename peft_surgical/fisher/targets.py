@@ -17,14 +17,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from peft_surgical.fisher.batches import Batch
-from peft_surgical.fisher.calls import UNKNOWN, Call, CallLayout, Calls, record_calls, sample_axis, samples_first
+from peft_surgical.fisher.calls import UNKNOWN, Call, CallLayout, Calls, record_calls
 from peft_surgical.fisher.model_state import Owner, find_owners
-from peft_surgical.fisher.recompute import LocalCall, local_gradients
-from peft_surgical.fisher.rules import RULES, Rule, find_rule
+from peft_surgical.fisher.rules import Rule, find_rule
 
 
 logger = logging.getLogger(__name__)
@@ -74,8 +72,7 @@ class Targets:
     """The modules to listen to: the usual ones, or those that are found on the shortest samples.
 
     `usual` is each owner of parameters by itself. A batch with a copy of a sample shows whether it has the samples in
-    front (`GradientListener`). None where it cannot be so: an owner has no rule, or one that may be wrong for it, or
-    is one of several experts.
+    front (`GradientListener`). None where it cannot be so: an owner has no rule, or is one of several experts.
     """
 
     def __init__(
@@ -97,7 +94,7 @@ class Targets:
         targets = []
         for path, module, own in self.owners:
             rule = find_rule(module)
-            if rule is None or module in self.experts or not is_inherited(module, rule):
+            if rule is None or module in self.experts:
                 return None
             targets.append(HookTarget(path, module, own, rule, [CallLayout([0], [0])]))
         return targets
@@ -131,11 +128,10 @@ def find_targets(
 
     A parameter that several modules own has a target in each of them.
     """
-    checked = {m for _, m, _ in owners if (rule := find_rule(m)) and not is_inherited(m, rule)}
     modules = {module for _, module, _ in owners}  # usually these are the targets, and nothing else need be noted
     while True:
-        one = record_calls(modules, runs[0], checked)
-        two = record_calls(modules, runs[1], checked, one) if len(runs) > 1 else None
+        one = record_calls(modules, runs[0])
+        two = record_calls(modules, runs[1], one) if len(runs) > 1 else None
         try:
             return _Search(model, experts, owners, one, two).targets(modules)
         except _NotNoted:
@@ -202,10 +198,7 @@ class _Search:
         layouts = self._layouts(module) or []
         if any(axis in (None, UNKNOWN) for layout in layouts for axis in (layout.inputs[0], layout.outputs[0])):
             return None
-        rule = find_rule(module)
-        if rule is None or is_inherited(module, rule):
-            return rule
-        return rule if _agrees_with_autograd(module, rule, calls[0], layouts[0] if layouts else None) else None
+        return find_rule(module)
 
 
 class _NotNoted(Exception):
@@ -237,32 +230,3 @@ def _count_once(targets: _Targets) -> None:
             if module is not outer.module and module in targets:
                 inner = targets[module].parameters
                 targets[module].parameters = {k: p for k, p in inner.items() if id(p) not in seen}
-
-
-def is_inherited(module: nn.Module, rule: Rule) -> bool:
-    """Whether a module computes its output as the class does that its rule was made for."""
-    cls: Any = type(module)
-    base = next((c for c in cls.__mro__ if RULES.get(c) is rule), cls)
-    if cls.forward is base.forward:
-        return True
-    # the weight of a quantised module is what its output is linear in
-    return any(not p.is_floating_point() or p.is_meta for p in module.parameters())
-
-
-def _agrees_with_autograd(module: nn.Module, rule: Rule, call: Call, layout: CallLayout | None) -> bool:
-    """Whether a rule that was made for a parent class holds for a class that computes its output in its own way."""
-    assert call.tensors is not None
-    arguments, spec, out = call.tensors
-    samples, parameters = 2 if layout else 1, dict(module.named_parameters(recurse=False))
-    layout = layout or CallLayout([None] * len(arguments), [None])
-    g = torch.randn(out.shape, generator=torch.Generator().manual_seed(0)).to(out)
-    axes = [sample_axis(x, axis, samples) for x, axis in zip(arguments, layout.inputs, strict=True)]
-    local = LocalCall(arguments, axes, spec, layout.outputs, gradients={0: g})
-    expected = next(local_gradients(module, parameters, [local], samples))[1]
-    try:
-        got = rule(module, samples_first(arguments[0], axes[0], samples), samples_first(g, layout.outputs[0], samples))
-        found = {name: got[name].dense(0, samples).view_as(e) for name, e in expected.items()}
-    except (RuntimeError, KeyError):  # a rule for other shapes or parameters
-        return False
-    allowed = 0.05 if out.dtype in (torch.bfloat16, torch.float16) else 1e-3
-    return all((found[name] - e).norm() <= allowed * e.norm() for name, e in expected.items())
