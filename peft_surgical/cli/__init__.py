@@ -9,7 +9,7 @@ import typer
 
 from peft_surgical.cli import adapters, demo, plan, train
 from peft_surgical.cli.common import as_command
-from peft_surgical.training.job import job_options
+from peft_surgical.training.job import JOB_OPTIONS
 
 
 app = typer.Typer(
@@ -36,8 +36,8 @@ def _command(
 
 for name, command in {
     "rank": as_command(plan.rank, plan.RANK_FIELDS, plan.RANK_DEFAULTS),
-    "plan": as_command(plan.plan, job_options(), {"output": ""}),
-    "train": as_command(train.train, job_options()),
+    "plan": as_command(plan.plan, JOB_OPTIONS, {"output": ""}),
+    "train": as_command(train.train, JOB_OPTIONS),
     "evaluate": as_command(train.evaluate),
     "predict": as_command(train.predict),
     "inspect": as_command(adapters.inspect),

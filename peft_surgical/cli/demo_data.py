@@ -107,7 +107,7 @@ class Resident:
 
     def __init__(self, folders: dict[str, Path]):
         from peft_surgical.bank import DeltaBank
-        from peft_surgical.training.common import load_classifier, load_tokenizer
+        from peft_surgical.training.prepare import load_classifier, load_tokenizer
 
         self.folders = folders
         self.encoder = str(encoder_folder())
@@ -135,7 +135,7 @@ class Resident:
         """Swap tasks at random, and compare the logits each time with those of the task loaded alone."""
         import torch
 
-        from peft_surgical.training.common import load_classifier, load_trained
+        from peft_surgical.training.prepare import load_classifier, load_trained
 
         alone = {}
         for task, folder in self.folders.items():

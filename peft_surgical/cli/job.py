@@ -11,7 +11,7 @@ from typing import Annotated, Any, get_args, get_origin
 
 import typer
 
-from peft_surgical.training.job import JOB_FILE, TrainingJob, job_options
+from peft_surgical.training.job import JOB_FILE, JOB_OPTIONS, TrainingJob
 from peft_surgical.training.options import flag
 
 
@@ -36,7 +36,7 @@ def job_parameters(names: Collection[str]) -> Iterator[inspect.Parameter]:
     for field in dataclasses.fields(TrainingJob):
         if field.name not in names:
             continue
-        kind, option = job_options()[field.name]
+        kind, option = JOB_OPTIONS[field.name]
         is_required = field.default is dataclasses.MISSING
         default, text = (None, f"{option.help} (required)") if is_required else (field.default, option.help)
         if field.name in READERS or is_required:
@@ -50,7 +50,7 @@ def job_parameters(names: Collection[str]) -> Iterator[inspect.Parameter]:
             autocompletion=_completion(option.choices) if option.choices else None,
         )
         yield parameter(field.name, Annotated[kind, shown], default)
-    if {*names} == {*job_options()}:
+    if {*names} == {*JOB_OPTIONS}:
         yield parameter("config", _CONFIG)
 
 
@@ -90,7 +90,7 @@ def read_job_fields(options: Mapping[str, Any]) -> dict[str, Any]:
                 value = READERS[name](value)
             except ValueError as error:
                 raise ValueError(f"{flag(name)} {value}: {error}") from None
-        elif get_origin(job_options()[name][0]) is tuple:
+        elif get_origin(JOB_OPTIONS[name][0]) is tuple:
             value = tuple(value or ())
         fields[name] = value
     return fields
@@ -109,8 +109,8 @@ def read_config(file: Path) -> dict[str, Any]:
     fields = {}
     for key, value in content.items():
         name = str(key).removeprefix("--").replace("-", "_")
-        if name not in job_options():
-            near = get_close_matches(name, job_options(), 1) or ["peft-surgical train --help"]
+        if name not in JOB_OPTIONS:
+            near = get_close_matches(name, JOB_OPTIONS, 1) or ["peft-surgical train --help"]
             raise ValueError(f"--config {file}: {key!r} is no option; see {near[0]}.")
         if value is not None:
             fields[name] = _of_its_kind(f"--config {file}: {key}: {value}", name, value)
@@ -118,7 +118,7 @@ def read_config(file: Path) -> dict[str, Any]:
 
 
 def _of_its_kind(given: str, name: str, value: Any) -> Any:
-    kind = job_options()[name][0]
+    kind = JOB_OPTIONS[name][0]
     kinds = {*get_args(kind), kind}
     if isinstance(value, list) and (get_origin(kind) is tuple or name == "layers"):
         return tuple(value)

@@ -24,9 +24,8 @@ from peft_surgical.cli.common import (
 )
 from peft_surgical.cli.plan import plan_lines
 from peft_surgical.training.job import TrainingJob
-from peft_surgical.training.kinds import CAUSAL_LM
 from peft_surgical.training.methods import AUTO
-from peft_surgical.training.options import check_writable, write_text
+from peft_surgical.training.options import CAUSAL_LM, check_writable, write_text
 
 
 if TYPE_CHECKING:

@@ -21,9 +21,8 @@ from peft_surgical.layers import unwrap
 from peft_surgical.methods.card import CARD_FILE, TAG, AdapterCard, loading_code, place_of
 from peft_surgical.methods.config import DeltaConfig
 from peft_surgical.training.job import JOB_FILE, TrainingJob
-from peft_surgical.training.kinds import CAUSAL_LM
 from peft_surgical.training.methods import METHODS
-from peft_surgical.training.options import check_writable
+from peft_surgical.training.options import CAUSAL_LM, check_writable
 from peft_surgical.training.progress import describe_tried
 
 

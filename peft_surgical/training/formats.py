@@ -12,7 +12,7 @@ from typing import Any
 from datasets import ClassLabel, Dataset, Value
 
 from peft_surgical.training.data import Task, find_split
-from peft_surgical.training.kinds import CAUSAL_LM
+from peft_surgical.training.options import CAUSAL_LM
 
 
 logger = logging.getLogger(__name__)

@@ -12,9 +12,9 @@ from tqdm import tqdm
 from transformers import ProgressCallback, TrainerCallback
 
 from peft_surgical import __version__
-from peft_surgical.training.common import JointCheckpoints
 from peft_surgical.training.data import Task
-from peft_surgical.training.kinds import CAUSAL_LM
+from peft_surgical.training.options import CAUSAL_LM
+from peft_surgical.training.prepare import JointCheckpoints
 
 
 class ProgressLines(TrainerCallback):

@@ -11,7 +11,7 @@ from datasets import ClassLabel, Dataset, Features, Value
 
 from peft_surgical.training.data import Task, find_split
 from peft_surgical.training.formats import SUPPORTED, is_for_language_model, is_text, make_language_task
-from peft_surgical.training.kinds import CAUSAL_LM
+from peft_surgical.training.options import CAUSAL_LM
 
 
 logger = logging.getLogger(__name__)
