@@ -120,11 +120,6 @@ def configure_lora(model: nn.Module, options: Options, ranking: LayerRanking | N
     return LoraConfig(target_modules=None if known else "all-linear", **shared, **lora)
 
 
-def configure_spafit(model: nn.Module, options: Options, ranking: LayerRanking | None, shared: Shared) -> PeftConfig:
-    """Groups of layers from the bottom up, or by rank: frozen, bias terms, LoRA (Arora and Wang, 2024)."""
-    return spafit_config(options, ranking, shared)
-
-
 def check_spafit(options: Options, model: nn.Module | None) -> None:
     """Check that the groups of layers can be made, and fit the model once it is loaded."""
     from peft_surgical.methods.stratified.strata import resolve_strata
@@ -133,13 +128,15 @@ def check_spafit(options: Options, model: nn.Module | None) -> None:
     if options["ranking"] is not None:
         check_layers(options, model)
     else:
-        config = spafit_config(options, None, {})
+        config = configure_spafit(model, options, None, {})
         if model is not None:
             choose(resolve_strata(model, config), config)
 
 
-def spafit_config(options: Options, ranking: LayerRanking | None, shared: Shared) -> StratifiedConfig:
-    """The config that the options of `--method spafit` describe."""
+def configure_spafit(
+    model: nn.Module | None, options: Options, ranking: LayerRanking | None, shared: Shared
+) -> StratifiedConfig:
+    """Groups of layers from the bottom up, or by rank: frozen, bias terms, LoRA (Arora and Wang, 2024)."""
     from peft_surgical.methods.stratified.config import StratifiedConfig
 
     more: dict[str, Any] = {
@@ -180,18 +177,14 @@ def describe_strata_by_rank(ranking: LayerRanking, group_2: str = "bitfit") -> s
         Strata by rank: LoRA on layer 1, bias terms of layer 3, layers 0, 2 frozen.
         In Python: StratifiedConfig.by_ranking(ranking, lora=1, bitfit=1)
     """
+    from peft_surgical.methods.stratified.config import StratifiedConfig
 
-    def listed(indices: list[int]) -> str:
-        return f"layer{'s' if len(indices) > 1 else ''} {', '.join(map(str, sorted(indices)))}"
-
-    counts = spafit_counts(len(ranking.scores), group_2)
-    names = {"lora": "LoRA on", "bitfit": "bias terms of", "norm": "norms of"}
-    order, parts = ranking.order, []
-    for tune, count in counts.items():
-        parts.append(f"{names[tune]} {listed(order[:count])}")
-        order = order[count:]
-    if order:
-        parts.append(f"{listed(order)} frozen")
+    counts, parts = spafit_counts(len(ranking.scores), group_2), []
+    words = {"lora": "LoRA on {}", "bitfit": "bias terms of {}", "norm": "norms of {}", "frozen": "{} frozen"}
+    for stratum in StratifiedConfig.by_ranking(ranking, **counts).strata[ranking.stack]:
+        layers = stratum["layers"]
+        named = f"layer{'s' if len(layers) > 1 else ''} {', '.join(map(str, layers))}"
+        parts.append(words[stratum["tune"]].format(named))
     how = ", ".join(f"{tune}={count}" for tune, count in counts.items())
     return f"Strata by rank: {', '.join(parts)}.\nIn Python: StratifiedConfig.by_ranking(ranking, {how})"
 
