@@ -57,12 +57,11 @@ class FisherTask:
 
 
 class Runner:
-    """Runs a task's model on batches."""
+    """Runs a model on batches."""
 
-    def __init__(self, task: FisherTask):
-        self.model, self.objective = task.model, task.objective
-        self.names = forward_names(task.model)
-        self.device = next((p.device for p in task.model.parameters() if not p.is_meta), torch.device("cpu"))
+    def __init__(self, model: nn.Module, objective: Objective):
+        self.model, self.objective, self.names = model, objective, forward_names(model)
+        self.device = next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
 
     def forward(self, batch: Batch, labels: bool = False) -> Any:
         """The model's outputs, with its own loss if labels are given to it."""
@@ -97,7 +96,7 @@ class Engine(ABC):
     name = ""
 
     def __init__(self, task: FisherTask, batches: Sequence[Batch]):
-        self.task, self.batches, self.runner = task, batches, Runner(task)
+        self.task, self.batches, self.runner = task, batches, Runner(task.model, task.objective)
         self.samples: list[int] = []
         self.counts = torch.zeros(0, dtype=torch.float64)
 

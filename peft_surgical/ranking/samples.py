@@ -5,17 +5,16 @@ from __future__ import annotations
 import copy
 import logging
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from peft_surgical.distributed import rank, world_size
 from peft_surgical.fisher.batches import Batch, forward_names
-from peft_surgical.fisher.draw import Collator, Draw
-from peft_surgical.fisher.engine import FisherTask, Runner
+from peft_surgical.fisher.draw import Draw
+from peft_surgical.fisher.engine import Runner
 from peft_surgical.fisher.guard import agree_with_loss
 from peft_surgical.fisher.model_state import same_random_numbers, untouched
 from peft_surgical.fisher.objective import LossObjective, Objective, TaskObjective, make_objective
@@ -118,10 +117,11 @@ def own_loss(model: nn.Module) -> Callable[[Batch], Any]:
 
 def read_samples(
     model: nn.Module,
-    layers: Sequence[Layer],
-    data: Any,
+    last: Layer,
+    draw: Draw,
     training: Training | None,
     *,
+    batch_size: int,
     labels: str,
     unit: str,
     draws: int,
@@ -129,16 +129,9 @@ def read_samples(
     log_likelihood: Callable[[Any, Mapping[str, Any]], Tensor] | str | None,
     ignore_index: int,
     verify: bool,
-    num_samples: int,
-    batch_size: int,
-    data_collator: Collator | None,
 ) -> tuple[Objective, list[Batch]]:
     """What is differentiated, and the samples: log p(y|x) of samples in batches, where that is defined and is what a
     trainer trains on; else a loss of one sample at a time."""
-    if training is not None:
-        data, data_collator = training.data(unit == "batch")
-
-    draw = Draw(data, model, num_samples, data_collator, seed, rank(), world_size(), prepared=training is not None)
 
     def listed(batches: Iterator[Batch]) -> list[Batch]:
         with same_random_numbers(model.parameters(), seed), torch.inference_mode(False):
@@ -154,8 +147,7 @@ def read_samples(
             batches = listed(draw.batches(batch_size))
             if isinstance(objective, TaskObjective) and verify:
                 with untouched(model, seed):
-                    runner = Runner(FisherTask(model, layers, objective))
-                    objective = agree_with_loss(runner, batches, layers[-1])
+                    objective = agree_with_loss(Runner(model, objective), batches, last)
             return objective, batches
         except NoLikelihood as reason:
             if of_loss != usual or (training is None and objective is not None):

@@ -13,7 +13,7 @@ from tqdm.auto import tqdm
 
 from peft_surgical.distributed import all_reduce, gather
 from peft_surgical.fisher.batches import Batch
-from peft_surgical.fisher.engine import FisherTask, Runner
+from peft_surgical.fisher.engine import Runner
 from peft_surgical.fisher.guard import independent
 from peft_surgical.fisher.measure import FisherMeasurement, layer_fisher
 from peft_surgical.fisher.model_state import layer_parameters, untouched
@@ -232,10 +232,8 @@ def _samples(request: ScoreRequest) -> list[int]:
 def _mean_gradient_norms(request: ScoreRequest) -> list[tuple[float, float]]:
     """For each layer the norm of the gradient of the mean log-likelihood, and the norm of the weights."""
     assert request.objective is not None
-    task = FisherTask(request.model, request.layers, request.objective)
-    groups = task.parameters
+    groups, runner = layer_parameters(request.layers), Runner(request.model, request.objective)
     parameters = [p for group in groups for p in group.values()]
-    runner = Runner(task)
     total = [torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for p in parameters]
     divisor = torch.zeros((), dtype=torch.float64)
     request.progress.reset(sum(len(batch) for batch in request.batches))
