@@ -30,7 +30,7 @@ from peft_surgical.fisher.objective import (
     row_gradients,
 )
 from peft_surgical.fisher.squares import SquareQueue
-from peft_surgical.fisher.sums import LayerSums, Sink, TensorFisher
+from peft_surgical.fisher.sums import LayerSums, TensorFisher
 from peft_surgical.fisher.targets import CannotTellSamplesApart, Targets
 from peft_surgical.layers import Layer, find_stacks
 
@@ -188,9 +188,9 @@ class HookEngine(Engine):
         copied = usual and not self._seen and len(batch) > 1
         targets = self.targets.find(batch, sums.by_id, usual)
         watched = self.guard.watch(batch, targets, sums.by_id) if self.guard and not checked else {}
-        sinks: dict[int, Sink] = {**sums.by_id, **watched}
+        places = {**sums.by_id, **watched}
         size = (len(batch), *self._lengths(batch))
-        with GradientListener(targets, sinks, *size, checked=checked, usual=usual, copied=copied) as listener:
+        with GradientListener(targets, places, *size, checked=checked, usual=usual, copied=copied) as listener:
             values, counts = self.runner.rows(batch.with_copy() if copied else batch)
             listener.check_usual()
             if copied:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -59,13 +59,6 @@ class LayerZeros:
 
 def _aligned(size: int) -> int:
     return -(-size // 64) * 64
-
-
-class Sink(Protocol):
-    """What takes the gradients of a parameter."""
-
-    def add(self, gradients: SampleGradients, first: int, queue: SquareQueue) -> None:
-        """Take those of the samples of this batch from number `first` on."""
 
 
 class DiagonalSum:
