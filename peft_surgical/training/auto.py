@@ -1,6 +1,6 @@
 """`--layers auto`: several choices of layers are trained in turn, and the best on the held-out rows is kept.
 
-`TrainingRun` and `plan` call this; so both come as arguments.
+`TrainingRun` calls this; so it comes as an argument.
 """
 
 from __future__ import annotations
@@ -60,19 +60,6 @@ def try_layers(run: Any, begin: Callable[[Any], object]) -> None:
     run.prepared, run.model, run.trainer = best.prepared, best.model, best.trainer
     run.tuned_layers, run.trained_parameters = best.tuned_layers, best.trained_parameters
     run.seconds["train"] = sum(one["seconds"] for one in choices.values())
-
-
-def plan_choices(plan: Callable[..., Any], job: TrainingJob, begin: Callable[[Any], object]) -> Any:
-    """What a job with `layers="auto"` would cost, as a `Plan`; `begin` is called with the run of the first choice."""
-    plans: dict[str, Any] = {}
-    for choice in CHOICES:
-        found = plan(dataclasses.replace(job, layers=choice), begin if not plans else lambda run: None)
-        gc.collect()
-        if all(found.layers != other.layers for other in plans.values()):
-            plans[choice] = found
-    largest = max(plans.values(), key=lambda one: (one.needs is None, one.memory.total))
-    seconds = [one.seconds for one in plans.values() if one.seconds is not None]
-    return dataclasses.replace(largest, seconds=sum(seconds) if len(seconds) == len(plans) else None, choices=plans)
 
 
 def _try(run: Any, choice: str, begin: Callable[[Any], object]) -> dict[str, Any]:
