@@ -84,7 +84,7 @@ def plan_lines(plan: Plan) -> list[tuple[str, str]]:
     memory, part = plan.memory, share(plan.trained, plan.parameters)
     rows = [
         ("Trained", f"{size(plan.trained, '')} of {size(plan.parameters, '')} parameters ({part})"),
-        ("Layers", describe_layers({"layers": plan.layers}) or "none"),
+        ("Layers", describe_layers(plan.layers)),
         ("Saved file", _describe_files(plan.files)),
     ]
     if plan.batch is None:
@@ -103,7 +103,7 @@ def plan_lines(plan: Plan) -> list[tuple[str, str]]:
         rows.append(("Or", f"{size(held)} less for each layer less"))
     for choice, one in plan.choices.items():
         took = "" if one.seconds is None else f", an epoch {_describe_time(one.seconds)}"
-        rows.append((choice, f"{describe_layers({'layers': one.layers})}: {size(one.memory.total)}{took}"))
+        rows.append((choice, f"{describe_layers(one.layers)}: {size(one.memory.total)}{took}"))
     if plan.seconds is not None:
         of_all = f", of the {len(plan.choices)} choices together" if plan.choices else ""
         rows.append(("An epoch", f"{_describe_time(plan.seconds)} of training steps{of_all}"))

@@ -129,8 +129,7 @@ def describe_checkpoint(run: TrainingRun) -> str:
 
 def _show_end(console: Console, job: TrainingJob, results: dict[str, Any], plot: Path | None) -> None:
     from peft_surgical.ranking.plots import plot_tried
-    from peft_surgical.training.card import describe_layers, describe_selection, share
-    from peft_surgical.training.hub import push
+    from peft_surgical.training.card import describe_layers, describe_selection, push, share
 
     evaluation = dict(results["evaluation"])
     show_metrics(
@@ -156,7 +155,7 @@ def _show_end(console: Console, job: TrainingJob, results: dict[str, Any], plot:
     measure = f"evaluate {job.output} --predictions predictions.csv"
     rows = [
         ("Chosen", describe_selection(results)),
-        ("Layers", describe_layers(results) or "none"),
+        ("Layers", describe_layers(results["layers"])),
         ("Trained", f"{size(trained, '')} of {size(total, '')} parameters ({share(trained, total)})"),
         ("Files", ", ".join(f"{name} {size(count)}" for name, count in results["files"].items())),
         ("Seconds", ", ".join(f"{name} {seconds:.1f}" for name, seconds in results["seconds"].items())),

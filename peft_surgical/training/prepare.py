@@ -24,8 +24,8 @@ from peft_surgical.fisher.objective import LABEL_MODES
 from peft_surgical.methods.heads import head_names
 from peft_surgical.ranking.rank import LayerRanking, rank_layers
 from peft_surgical.ranking.scores import AGGREGATIONS, find_score
+from peft_surgical.training.card import check_login, make_repository
 from peft_surgical.training.data import Parts, Task, read_splits, split_rows
-from peft_surgical.training.hub import check_login, make_repository
 from peft_surgical.training.job import TrainingJob
 from peft_surgical.training.methods import AUTO, METHODS
 from peft_surgical.training.options import CAUSAL_LM, check_kind, flag

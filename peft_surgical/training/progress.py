@@ -14,14 +14,13 @@ from transformers import ProgressCallback, TrainerCallback
 from peft_surgical import __version__
 from peft_surgical.training.data import Task
 from peft_surgical.training.options import CAUSAL_LM
-from peft_surgical.training.prepare import JointCheckpoints
 
 
 class ProgressLines(TrainerCallback):
     """A line after each epoch, with its training loss and how good the model is on the selection rows by a metric; and
     between epochs a line every so many steps, or else seconds."""
 
-    trainer: JointCheckpoints
+    trainer: Any  # a `JointCheckpoints`
 
     def __init__(self, show: Callable[[str], object], metric: str, steps: int | None = None, seconds: float = 0):
         self.show, self.metric, self.steps, self.seconds = show, metric, steps, seconds

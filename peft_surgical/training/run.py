@@ -28,11 +28,11 @@ from peft_surgical.training.card import (
     checkpoint_folders,
     is_at_end,
     newest_checkpoint,
+    push,
     remove_checkpoints,
     write_model_card,
 )
 from peft_surgical.training.evaluation import majority, make_trainer, precision_restored, shared_arguments
-from peft_surgical.training.hub import push
 from peft_surgical.training.job import TrainingJob
 from peft_surgical.training.methods import AUTO, METHODS
 from peft_surgical.training.options import CAUSAL_LM, LOWER_IS_BETTER, write_text
