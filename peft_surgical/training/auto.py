@@ -57,8 +57,7 @@ def try_layers(run: Any, begin: Callable[[Any], object]) -> None:
         raise ValueError("Training diverged with every choice of layers. Lower --learning-rate.")
     best = type(run)(_job_of(job, kept), resume=True)
     best.fit()  # no more steps: it loads what was best
-    run.prepared, run.model, run.trainer = best.prepared, best.model, best.trainer
-    run.tuned_layers, run.trained_parameters = best.tuned_layers, best.trained_parameters
+    run.prepared, run.model, run.trainer, run.report = best.prepared, best.model, best.trainer, best.report
     run.seconds["train"] = sum(one["seconds"] for one in choices.values())
 
 
@@ -77,7 +76,7 @@ def _try(run: Any, choice: str, begin: Callable[[Any], object]) -> dict[str, Any
     steps, begun = state.global_step, int(part.checkpoint.name.rpartition("-")[2]) if part.checkpoint else 0
     return {
         **run.tried["choices"][choice],
-        "parameters": part.trained_parameters,
+        "parameters": part.report.parameters,
         "value": value,
         "steps": steps,
         # of all its steps, where some were taken before an interruption

@@ -52,6 +52,13 @@ def find_split(splits: Mapping[str, Any] | Iterable[str], role: str) -> str | No
     return found[0] if found else None
 
 
+def check_columns(data: Dataset, columns: Iterable[str], option: str = "--text-column") -> None:
+    """Make sure that data have the columns that an option names."""
+    for column in columns:
+        if column not in data.column_names:
+            raise ValueError(f"{option} {column}: there is no such column; the columns are {data.column_names}.")
+
+
 @dataclass(frozen=True)
 class Task:
     """A task, read and put into one form."""

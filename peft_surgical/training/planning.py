@@ -19,8 +19,6 @@ from torch.utils.data import DataLoader
 from transformers import TrainerCallback
 
 from peft_surgical.distributed import this_process
-from peft_surgical.layers import unwrap
-from peft_surgical.methods.report import tuning_report
 from peft_surgical.methods.trainer import CHOICES
 from peft_surgical.ranking.plots import plot_parts
 from peft_surgical.training.evaluation import precision_restored
@@ -95,11 +93,11 @@ def plan_before_steps(run: TrainingRun) -> Plan:
     """What can be told of a run whose model is adapted, before it takes a step."""
     device = this_process().device
     is_cuda = device.type == "cuda"
-    layers = [row.bytes for row in tuning_report(unwrap(run.model)).rows if row.index is not None]
+    layers = [row.bytes for row in run.report.rows if row.index is not None]
     has_layers = layers and run.job.method in ("surgical", "last")
     return Plan(
         layers=run.tuned_layers,
-        trained=run.trained_parameters,
+        trained=run.report.parameters,
         parameters=run.total_parameters,
         files=file_sizes(run.model),
         memory=memory_of(run.model, is_rounded=run.job.stochastic_rounding),

@@ -12,7 +12,6 @@ from tqdm import tqdm
 from transformers import ProgressCallback, TrainerCallback
 
 from peft_surgical import __version__
-from peft_surgical.training.data import Task
 from peft_surgical.training.options import CAUSAL_LM
 
 
@@ -77,12 +76,12 @@ def _is_at_end_of_epoch(state: Any) -> bool:
     return abs(state.epoch - round(state.epoch)) < 1e-6 or state.global_step >= state.max_steps
 
 
-_LIBRARIES = ("torch", "transformers", "peft", "accelerate", "datasets")
-
-
 def make_results(run: Any, evaluation: dict[str, float], beside: dict[str, Any]) -> dict[str, Any]:
     """The content of `metrics.json` of a `TrainingRun`, with what was measured beside the evaluation as it is."""
     task, parts, state = run.prepared.task, run.prepared.parts, run.trainer.state
+    is_language = task.kind == CAUSAL_LM
+    described = ("kind", "text_columns", "label_column", "labels", *(["form"] if is_language else []))
+    libraries = ("torch", "transformers", "peft", "accelerate", "datasets", *(["trl"] if is_language else []))
     selection = None
     if parts.selection is not None:
         best = state.best_model_checkpoint
@@ -95,7 +94,7 @@ def make_results(run: Any, evaluation: dict[str, float], beside: dict[str, Any])
         }
     return {
         "method": run.job.method,
-        "task": _describe_task(task),
+        "task": {name: getattr(task, name) for name in described},
         "metric": run.metric,
         "evaluation": {
             "rows": parts.evaluation_name,
@@ -106,12 +105,12 @@ def make_results(run: Any, evaluation: dict[str, float], beside: dict[str, Any])
         "training": {"rows": parts.train_name, "samples": len(parts.train), "steps": state.global_step},
         "majority": run.majority,
         "layers": run.tuned_layers,
-        "parameters": {"total": run.total_parameters, "trained": run.trained_parameters},
+        "parameters": {"total": run.total_parameters, "trained": run.report.parameters},
         "seconds": {name: round(value, 2) for name, value in run.seconds.items()},
         **beside,
         "files": {file.name: file.stat().st_size for file in sorted(run.folder.glob("*.safetensors"))},
         "history": _history(state.log_history),
-        "versions": {"peft_surgical": __version__, **{name: version(name) for name in _libraries(task)}},
+        "versions": {"peft_surgical": __version__, **{name: version(name) for name in libraries}},
     }
 
 
@@ -130,15 +129,6 @@ def describe_tried(tried: dict[str, Any]) -> str:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     aligned = [[f"{cell:{a}{w}}" for cell, a, w in zip(row, "<<>>><", widths, strict=True)] for row in rows]
     return "\n".join("  ".join(row).rstrip() for row in aligned)
-
-
-def _libraries(task: Task) -> tuple[str, ...]:
-    return (*_LIBRARIES, "trl") if task.kind == CAUSAL_LM else _LIBRARIES
-
-
-def _describe_task(task: Task) -> dict[str, Any]:
-    names = ("kind", "text_columns", "label_column", "labels", *(("form",) if task.form else ()))
-    return {name: getattr(task, name) for name in names}
 
 
 def _without_prefix(metrics: dict[str, float], prefix: str) -> dict[str, float]:

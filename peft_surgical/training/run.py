@@ -15,7 +15,8 @@ from torch import nn
 from transformers import EarlyStoppingCallback, TrainerCallback, set_seed
 
 from peft_surgical.distributed import this_process
-from peft_surgical.layers import find_stacks
+from peft_surgical.layers import unwrap
+from peft_surgical.methods.report import tuning_report
 from peft_surgical.methods.rotate import RotateLayers
 from peft_surgical.methods.rounding import round_stochastically
 from peft_surgical.ranking.rank import LayerRanking
@@ -115,10 +116,17 @@ class TrainingRun:
                 "Add --dtype bfloat16, or drop it."
             )
         self.model = model
-        self.tuned_layers = tuned_layers(self.model)
-        # before the weights are sharded
-        self.trained_parameters = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
+        self.report = tuning_report(unwrap(model))  # before the weights are sharded
         return self.model
+
+    @property
+    def tuned_layers(self) -> dict[str, list[int]]:
+        """The layers with anything that is trained, by stack."""
+        layers: dict[str, list[int]] = {}
+        for row in self.report.rows:
+            if row.index is not None:
+                layers.setdefault(row.stack, []).append(row.index)
+        return layers
 
     @precision_restored()
     def fit(self, begin: Callable[[TrainingRun], object] = lambda run: None) -> None:
@@ -252,12 +260,3 @@ def training_arguments(job: TrainingJob, model: nn.Module, metric: str | None, k
         **({"optim": job.optim} if job.optim else {}),
         **more,
     }
-
-
-def tuned_layers(model: nn.Module) -> dict[str, list[int]]:
-    """The layers with anything that is trained, by stack."""
-    stacks = {
-        stack.name: [layer.index for layer in stack.layers if any(p.requires_grad for p in layer.module.parameters())]
-        for stack in find_stacks(model).values()
-    }
-    return {name: layers for name, layers in stacks.items() if layers}
