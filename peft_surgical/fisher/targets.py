@@ -44,7 +44,6 @@ class HookTarget:
 
     @property
     def size(self) -> int:
-        """The number of entries of its parameters."""
         return sum(p.numel() for p in self.parameters.values())
 
 
@@ -128,14 +127,9 @@ def find_targets(
 
     A parameter that several modules own has a target in each of them.
     """
-    modules = {module for _, module, _ in owners}  # usually these are the targets, and nothing else need be noted
-    while True:
-        one = record_calls(modules, runs[0])
-        two = record_calls(modules, runs[1], one) if len(runs) > 1 else None
-        try:
-            return _Search(model, experts, owners, one, two).targets(modules)
-        except _NotNoted:
-            modules = set(model.modules())
+    one = record_calls([*model.modules()], runs[0])
+    two = record_calls([*model.modules()], runs[1], one) if len(runs) > 1 else None
+    return _Search(model, experts, owners, one, two).targets()
 
 
 _Targets = dict[nn.Module, HookTarget]
@@ -152,8 +146,7 @@ class _Search:
             for name, child in parent.named_children():
                 self.parents.setdefault(child, (parent, name))
 
-    def targets(self, noted: Collection[nn.Module]) -> list[HookTarget]:
-        self.noted = noted
+    def targets(self) -> list[HookTarget]:
         targets: _Targets = {}
         for _, module, parameters in self.owners:
             self._place(module, dict(parameters), targets)
@@ -168,8 +161,6 @@ class _Search:
             if module not in self.parents:
                 raise CannotTellSamplesApart(self.names[owner])
             module, child = self.parents[module]
-            if module not in self.noted:
-                raise _NotNoted
             parameters = {f"{child}.{name}": p for name, p in parameters.items()}
             layouts, rule = self._layouts(module), None
         target = targets.setdefault(module, HookTarget(self.names[module], module, {}, rule, layouts))
@@ -199,10 +190,6 @@ class _Search:
         if any(axis in (None, UNKNOWN) for layout in layouts for axis in (layout.inputs[0], layout.outputs[0])):
             return None
         return find_rule(module)
-
-
-class _NotNoted(Exception):
-    """A module around the owner of a parameter has to be looked at, whose calls were not noted."""
 
 
 def _samples_in_front(call: Call) -> bool:
