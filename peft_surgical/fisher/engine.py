@@ -133,7 +133,7 @@ class Engine(ABC):
     def add(self, batch: Batch, sums: LayerSums) -> None:
         """Add a batch to the sums, and note its samples."""
 
-    def check(self) -> None:  # noqa: B027  most engines leave nothing
+    def check(self) -> None:  # noqa: B027  a loop leaves nothing
         """Check that the gradients of the last batch are finite, which may wait for the results."""
 
 
@@ -237,10 +237,6 @@ class LoopEngine(Engine):
     name = "loop"
 
     def add(self, batch: Batch, sums: LayerSums) -> None:
-        for n in range(len(batch)):
-            self._add(self.runner.alone(batch, n), sums)
-
-    def _add(self, sample: Batch, sums: LayerSums) -> None:
         queue, parameters = SquareQueue(), [p for group in sums.parameters for p in group.values()]
         for p in parameters:
             if not p.is_floating_point() or p.is_meta:
@@ -248,14 +244,16 @@ class LoopEngine(Engine):
                     "Plain autograd (engine='loop', or a loss of one's own) needs weights as numbers on a device."
                 )
             p.requires_grad_()
-        values, counts = self.runner.checked_rows(sample)
-        sums.start(1)
-        for grads in row_gradients(values, parameters):
-            if not all_finite(grads):
-                raise ValueError(f"The gradient of sample {sample.index[0]} of the draw is not finite.")
-            for p, g in zip(parameters, grads, strict=True):
-                if g is not None:
-                    sums.by_id[id(p)].add(DenseGradients(g[None]), 0, queue)
-            queue.flush()
-            sums.finish()
-        self._seen.append((sample, counts))
+        for n in range(len(batch)):
+            sample = self.runner.alone(batch, n)
+            values, counts = self.runner.checked_rows(sample)
+            sums.start(1)
+            for grads in row_gradients(values, parameters):
+                if not all_finite(grads):
+                    raise ValueError(f"The gradient of sample {sample.index[0]} of the draw is not finite.")
+                for p, g in zip(parameters, grads, strict=True):
+                    if g is not None:
+                        sums.by_id[id(p)].add(DenseGradients(g[None]), 0, queue)
+                queue.flush()
+                sums.finish()
+            self._seen.append((sample, counts))
