@@ -72,7 +72,6 @@ class DiagonalSum:
         self.seen = self._first = 0
 
     def start(self, samples: int) -> None:
-        """Get ready for a batch."""
         self._first, self.seen = self.seen, self.seen + samples
 
     def add(self, gradients: SampleGradients, first: int, queue: SquareQueue) -> None:
@@ -135,7 +134,6 @@ class NormSum:
         self._size: int | None = None
 
     def start(self, samples: int) -> None:
-        """Get ready for a batch."""
         self._norms.append(torch.zeros(samples, dtype=torch.float64))
 
     def add(self, gradients: SampleGradients, first: int, queue: SquareQueue) -> None:
@@ -173,7 +171,6 @@ class LayerSums:
         self.clear()
 
     def clear(self) -> None:
-        """Forget all batches."""
         self._keeper = EntryKeeper(self._generator) if self._diagonal and self._generator else None
         for group in self.parameters:
             zeros = LayerZeros(group.values())
@@ -181,7 +178,6 @@ class LayerSums:
                 self.by_id[id(p)] = DiagonalSum(self._keeper, zeros.take) if self._diagonal else NormSum()
 
     def start(self, samples: int) -> None:
-        """Get ready for a batch."""
         for total in self.by_id.values():
             total.start(samples)
 
