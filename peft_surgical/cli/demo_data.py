@@ -66,13 +66,7 @@ def read_tweets() -> Iterator[tuple[str, str]]:
 
 
 def clean(tweet: str) -> str:
-    """A tweet without links, retweet marks, the # of hashtags and broken characters.
-
-    Example:
-
-        >>> clean("RT @you: So &amp; so... http://t.co/x1 #fun")
-        'So & so... fun'
-    """
+    """A tweet without links, retweet marks, the # of hashtags and broken characters."""
     tweet = re.sub(r"https?://\S+|\bRT\b|@\w+:|#|(?<!\w)_(?!\w)", " ", html.unescape(tweet))
     return " ".join(tweet.encode("ascii", "ignore").decode().split())
 

@@ -145,13 +145,7 @@ _WANTED = {bool: "true or false", float: "a number", int: "a whole number", str:
 
 
 def read_layers(text: str) -> str | tuple[int | str, ...]:
-    """Read layers as they are written on a command line.
-
-    Example:
-
-        >>> read_layers("3,5,-1"), read_layers("last:25%"), read_layers("0-2,5")
-        ((3, 5, -1), 'last:25%', ('0-2', 5))
-    """
+    """Read layers as they are written on a command line: a word, or numbers and ranges with commas between."""
     parts = [part.strip() for part in text.split(",")]
     items = tuple(int(part) if part.lstrip("-").isdigit() else part for part in parts)
     return items[0] if len(items) == 1 and isinstance(items[0], str) else items

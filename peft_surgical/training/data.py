@@ -134,14 +134,7 @@ def split_rows(task: Task, job: Any) -> Parts:
 
 
 def train_test_split(data: Dataset, part: float, seed: int) -> tuple[Dataset, Dataset]:
-    """Cut a random part off a split, with the same mix of classes where every class is frequent enough.
-
-    Example:
-
-        >>> rest, cut = train_test_split(Dataset.from_dict({"labels": [0.5] * 10}), 0.2, seed=0)
-        >>> len(rest), len(cut)
-        (8, 2)
-    """
+    """Cut a random part off a split, with the same mix of classes where every class is frequent enough."""
     count = round(part * len(data))
     if not 0 < count < len(data):
         raise ValueError(

@@ -255,7 +255,7 @@ class TrainingJob:
     @property
     def needs_ranking(self) -> bool:
         """Whether layers are chosen by a ranking."""
-        return METHODS[self.method].ranks(self.method_options)
+        return bool(self.ranking or self.score)
 
     def metric_for(self, kind: str) -> str:
         """The metric that the best checkpoint of a kind of task is chosen by, if the one given is of that kind."""

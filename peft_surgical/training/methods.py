@@ -36,7 +36,6 @@ class Method:
     about: str  # what is trained, in a few words
     learning_rate: float  # the default, as our evidence chose it (docs/results.md)
     options: frozenset[str] = frozenset()  # the fields of `TrainingJob` that not all methods understand, and this does
-    ranks: Callable[[Options], bool] = lambda options: False  # whether the layers are chosen by a ranking
     check: Callable[[Options, nn.Module | None], None] = lambda options, model: None
     """A `ValueError` if the options, and the model once it is loaded, do not go together."""
     language_rate: float | None = None  # the default for language models, where it is another
@@ -157,26 +156,12 @@ def configure_spafit(
 
 
 def spafit_counts(depth: int, group_2: str = "bitfit") -> dict[str, int]:
-    """How many of `depth` ranked layers get LoRA, and how many after them get less: 5 and 4 of 12, in proportion.
-
-    Example:
-
-        >>> spafit_counts(12), spafit_counts(3, "norm")
-        ({'lora': 5, 'bitfit': 4}, {'lora': 1, 'norm': 1})
-    """
+    """How many of `depth` ranked layers get LoRA, and how many after them get less: 5 and 4 of 12, in proportion."""
     return {"lora": default_top_k(depth), group_2: max(1, depth // 3)}
 
 
 def describe_strata_by_rank(ranking: LayerRanking, group_2: str = "bitfit") -> str:
-    """The strata that `StratifiedConfig.by_ranking` makes of a ranking with the default counts, in words.
-
-    Example:
-
-        >>> from peft_surgical.ranking.ranking import LayerRanking
-        >>> print(describe_strata_by_rank(LayerRanking(stack="encoder", scores=[0.1, 0.9, 0.2, 0.5])))
-        Strata by rank: LoRA on layer 1, bias terms of layer 3, layers 0, 2 frozen.
-        In Python: StratifiedConfig.by_ranking(ranking, lora=1, bitfit=1)
-    """
+    """The strata that `StratifiedConfig.by_ranking` makes of a ranking with the default counts, in words."""
     from peft_surgical.methods.stratified.config import StratifiedConfig
 
     counts, parts = spafit_counts(len(ranking.scores), group_2), []
@@ -217,7 +202,6 @@ METHODS: dict[str, Method] = {
         "all weights of some layers",
         5e-5,
         frozenset({"top_k", "layers", "stack", "dequantize", "ranking", "score", *OF_A_RANKING, *OF_TURNS, *ROUNDED}),
-        ranks=lambda options: bool(options["ranking"] or options["score"]),
         check=check_layers,
     ),
     "last": Method(
@@ -234,7 +218,6 @@ METHODS: dict[str, Method] = {
         "lower layers frozen, bias terms in the middle, LoRA above",
         2e-4,
         frozenset({"preset", "n1", "n2", "group_2", "target_modules", "ranking", *_LORA}),
-        ranks=lambda options: options["ranking"] is not None,
         check=check_spafit,
     ),
     "columns": Method(configure_columns, "some columns of each linear module", 3e-4, frozenset({"columns"})),
