@@ -20,7 +20,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from peft_surgical.fisher.batches import Batch
-from peft_surgical.fisher.calls import UNKNOWN, Call, CallLayout, Calls, record_calls
+from peft_surgical.fisher.calls import UNKNOWN, Call, CallLayout, record_calls
 from peft_surgical.fisher.model_state import Owner, find_owners
 from peft_surgical.fisher.rules import Rule, find_rule
 
@@ -112,7 +112,7 @@ class Targets:
         if samples not in self._found:
             example = self.shortest if samples == 2 and self.shortest else batch
             runs = [partial(self.run, example.select(0, number)) for number in (1, 2)[:samples]]
-            self._found[samples] = find_targets(self.model, self.experts, self.owners, runs)
+            self._found[samples] = _Search(self.model, self.experts, self.owners, runs).targets()
         return self._found[samples]
 
 
@@ -120,26 +120,25 @@ def _size(batch: Batch) -> int:
     return max((v.numel() for v in batch.inputs.values() if isinstance(v, Tensor)), default=0)
 
 
-def find_targets(
-    model: nn.Module, experts: Collection[nn.Module], owners: Sequence[Owner], runs: Sequence[Callable[[], Any]]
-) -> list[HookTarget]:
-    """Find the modules to listen to, by runs on one sample, and on two unless every batch is a single sample.
-
-    A parameter that several modules own has a target in each of them.
-    """
-    one = record_calls([*model.modules()], runs[0])
-    two = record_calls([*model.modules()], runs[1], one) if len(runs) > 1 else None
-    return _Search(model, experts, owners, one, two).targets()
-
-
 _Targets = dict[nn.Module, HookTarget]
 
 
 class _Search:
+    """Finds the modules to listen to, by runs on one sample, and on two unless every batch is a single sample.
+
+    A parameter that several modules own has a target in each of them.
+    """
+
     def __init__(
-        self, model: nn.Module, experts: Collection[nn.Module], owners: Sequence[Owner], one: Calls, two: Calls | None
+        self,
+        model: nn.Module,
+        experts: Collection[nn.Module],
+        owners: Sequence[Owner],
+        runs: Sequence[Callable[[], Any]],
     ):
-        self.experts, self.owners, self.one, self.two = experts, owners, one, two
+        self.experts, self.owners = experts, owners
+        self.one = record_calls([*model.modules()], runs[0])
+        self.two = record_calls([*model.modules()], runs[1], self.one) if len(runs) > 1 else None
         self.names = {module: name for name, module in model.named_modules()}
         self.parents: dict[nn.Module, tuple[nn.Module, str]] = {}
         for parent in self.names:

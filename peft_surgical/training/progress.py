@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from typing import Any
 
@@ -12,6 +12,7 @@ from tqdm import tqdm
 from transformers import ProgressCallback, TrainerCallback
 
 from peft_surgical import __version__
+from peft_surgical.convert.change import table
 from peft_surgical.training.options import CAUSAL_LM
 
 
@@ -116,7 +117,7 @@ def make_results(run: Any, evaluation: dict[str, float], beside: dict[str, Any])
 
 def describe_tried(tried: dict[str, Any]) -> str:
     """A table of the choices of layers that `--layers auto` tries; of one that is not tried yet, what it may take."""
-    rows = [("layers", "", tried["metric"], "steps", "seconds", "")]
+    rows: list[Sequence[str]] = []
     done = [found for found in tried["choices"].values() if "seconds" in found]
     pace = sum(found["seconds"] for found in done) / max(1, sum(found["steps"] for found in done))
     for choice, found in tried["choices"].items():
@@ -126,9 +127,7 @@ def describe_tried(tried: dict[str, Any]) -> str:
             seconds = f"{found['seconds']:,.0f}"
         kept = "kept" if choice == tried["kept"] else ""
         rows.append((choice, ", ".join(map(str, found["layers"])), value, f"{found['steps']:,}", seconds, kept))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    aligned = [[f"{cell:{a}{w}}" for cell, a, w in zip(row, "<<>>><", widths, strict=True)] for row in rows]
-    return "\n".join("  ".join(row).rstrip() for row in aligned)
+    return table(("layers", "", tried["metric"], "steps", "seconds", ""), rows)
 
 
 def _without_prefix(metrics: dict[str, float], prefix: str) -> dict[str, float]:
