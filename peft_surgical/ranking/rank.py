@@ -142,7 +142,8 @@ def rank_layers(
 def _score(request: ScoreRequest, score: Score, head_inits: int, progress: bool) -> Iterator[LayerScores]:
     if head_inits < 0 or (head_inits and not score.needs_data):
         raise ValueError(f"head_inits={head_inits!r}; allowed are integers from 0 on, for scores that look at data.")
-    with tqdm(desc="ranking layers", unit=" samples", disable=not progress or rank() > 0) as bar:
+    hidden = not progress or rank() > 0
+    with tqdm(desc="ranking layers", unit=" samples", disable=hidden, delay=1e-3) as bar:  # none without steps
         request = replace(request, progress=bar)
         if not head_inits:
             yield score.function(request)
