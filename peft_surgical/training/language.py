@@ -198,10 +198,10 @@ def answer(
     return tokenizer.decode(said[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
 
 
-def measure_beside(run: Any) -> dict[str, Any]:
-    """What the base by itself reaches on the evaluation rows of a `TrainingRun`, if it is still there, and answers to
-    the first of them."""
-    trainer, model, rows = run.trainer, run.model, run.prepared.parts.evaluation
+def measure_beside(run: Any, rows: Dataset) -> dict[str, Any]:
+    """What the base of a `TrainingRun` by itself reaches on rows, if it is still there, and answers to the first of
+    them."""
+    trainer, model = run.trainer, run.model
     found: dict[str, Any] = {}
     if isinstance(model, PeftModel):
         with model.disable_adapter():

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import codecs
-import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -143,7 +143,8 @@ class Prepared:
 
     task: Task
     parts: Parts  # its rows by use, as text
-    train: Dataset  # the training rows as token ids; for a language model as TRL takes them
+    train: Dataset  # the training rows as the trainer takes them
+    encode: Callable[[Dataset], Dataset]  # puts rows of the task so: as token ids, or for TRL, which does that itself
     tokenizer: Any
     model: nn.Module  # the base with a head for the task, on the device that it will run on
     head: list[str] | None = None  # the modules of the model that belong to the task
@@ -171,23 +172,18 @@ def prepare(job: TrainingJob) -> Prepared:
         make_repository(job.push_to_hub)
     if task.kind == CAUSAL_LM:
         require_trl()
-        return _prepare_language(job, task, parts)
+        from peft_surgical.training import language
+
+        tokenizer = language.load_language_tokenizer(job, task)
+        put = partial(language.rows_for, tokenizer, task)
+        return Prepared(task, parts, put(parts.train), put, tokenizer, language.load_language_model(job))
     require_metrics()
     tokenizer = load_tokenizer(job.model)
     model, head = load_classifier(job.model, task.labels, tokenizer, seed=job.seed, dtype=job.dtype)
-    train = encode(parts.train, tokenizer, max_length(job, tokenizer, model))
+    put = partial(encode, tokenizer=tokenizer, max_length=max_length(job, tokenizer, model))
     model.to(this_process().device)
-    return Prepared(task, parts, train, tokenizer, model, head, DataCollatorWithPadding(tokenizer))
-
-
-def _prepare_language(job: TrainingJob, task: Task, parts: Parts) -> Prepared:
-    from peft_surgical.training import language
-
-    tokenizer = language.load_language_tokenizer(job, task)
-    used = {name: getattr(parts, name) for name in ("train", "selection", "evaluation")}
-    used = {name: rows and language.rows_for(tokenizer, task, rows) for name, rows in used.items()}
-    parts = dataclasses.replace(parts, **used)
-    return Prepared(task, parts, parts.train, tokenizer, language.load_language_model(job))
+    collator = DataCollatorWithPadding(tokenizer)
+    return Prepared(task, parts, put(parts.train), put, tokenizer, model, head, collator)
 
 
 def _check_options(job: TrainingJob) -> None:
