@@ -122,39 +122,36 @@ def read_samples(
     training: Training | None,
     *,
     batch_size: int,
-    labels: str,
-    unit: str,
-    draws: int,
     seed: int,
     log_likelihood: Callable[[Any, Mapping[str, Any]], Tensor] | str | None,
-    ignore_index: int,
     verify: bool,
+    **of_labels: Any,
 ) -> tuple[Objective, list[Batch]]:
     """What is differentiated, and the samples: log p(y|x) of samples in batches, where that is defined and is what a
-    trainer trains on; else a loss of one sample at a time."""
+    trainer trains on; else a loss of one sample at a time. `of_labels` are the options of `make_objective`."""
+    unit = of_labels["unit"]
 
     def listed(batches: Iterator[Batch]) -> list[Batch]:
         with same_random_numbers(model.parameters(), seed), torch.inference_mode(False):
             return list(batches)
 
-    of_loss: dict[str, Any] = {"labels": labels, "unit": unit, "draws": draws, "ignore_index": ignore_index}
     usual = {"labels": "given", "unit": unit if unit == "batch" else "sequence", "draws": 1, "ignore_index": IGNORED}
     by_loss = log_likelihood == "loss" or (unit == "batch" and log_likelihood is None)
     if not by_loss and (training is None or log_likelihood is not None or training.has_likelihood()):
         objective: Objective | None = None
         try:
-            objective = make_objective(model, seed=seed, log_likelihood=log_likelihood, **of_loss)
+            objective = make_objective(model, seed=seed, log_likelihood=log_likelihood, **of_labels)
             batches = listed(draw.batches(batch_size))
             if isinstance(objective, TaskObjective) and verify:
                 with untouched(model, seed):
                     objective = agree_with_loss(Runner(model, objective), batches, last)
             return objective, batches
         except NoLikelihood as reason:
-            if of_loss != usual or (training is None and objective is not None):
+            if of_labels != usual or (training is None and objective is not None):
                 raise
             logger.warning("The loss of one sample at a time is differentiated, which is slow: %s", reason)
-    if of_loss != usual:
-        changed = ", ".join(f"{k}={v!r}" for k, v in of_loss.items() if v != usual[k])
+    if of_labels != usual:
+        changed = ", ".join(f"{k}={v!r}" for k, v in of_labels.items() if v != usual[k])
         raise ValueError(
             f"{changed} is for log p(y|x), and what is differentiated is a loss as it is. Leave it out, or give "
             "log_likelihood=, a function (outputs, batch) -> (N,)."
