@@ -117,7 +117,7 @@ def own_loss(model: nn.Module) -> Callable[[Batch], Any]:
 
 def read_samples(
     model: nn.Module,
-    last: Layer,
+    last_layer: Layer,
     draw: Draw,
     training: Training | None,
     *,
@@ -144,7 +144,7 @@ def read_samples(
             batches = listed(draw.batches(batch_size))
             if isinstance(objective, TaskObjective) and verify:
                 with untouched(model, seed):
-                    objective = agree_with_loss(Runner(model, objective), batches, last)
+                    objective = agree_with_loss(Runner(model, objective), batches, last_layer)
             return objective, batches
         except NoLikelihood as reason:
             if of_labels != usual or (training is None and objective is not None):
