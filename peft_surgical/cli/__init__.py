@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
-from peft_surgical.cli import adapters, checkpoints, demo, plan, train, trained
+from peft_surgical.cli import adapters, demo, plan, train
 from peft_surgical.cli.common import as_command
-from peft_surgical.training.job import job_options
+from peft_surgical.training.job import JOB_OPTIONS
 
 
 app = typer.Typer(
@@ -36,14 +36,14 @@ def _command(
 
 for name, command in {
     "rank": as_command(plan.rank, plan.RANK_FIELDS, plan.RANK_DEFAULTS),
-    "plan": as_command(plan.plan, job_options(), {"output": ""}),
-    "train": as_command(train.train, job_options()),
-    "evaluate": as_command(trained.evaluate),
-    "predict": as_command(trained.predict),
+    "plan": as_command(plan.plan, JOB_OPTIONS, {"output": ""}),
+    "train": as_command(train.train, JOB_OPTIONS),
+    "evaluate": as_command(train.evaluate),
+    "predict": as_command(train.predict),
     "inspect": as_command(adapters.inspect),
-    "diff": as_command(checkpoints.diff),
-    "merge": as_command(checkpoints.merge),
-    "pack": as_command(checkpoints.pack),
+    "diff": as_command(adapters.diff),
+    "merge": as_command(adapters.merge),
+    "pack": as_command(adapters.pack),
     "convert": as_command(adapters.convert),
     "export-lora": as_command(adapters.export),
     "serve-vllm": as_command(adapters.serve_vllm),

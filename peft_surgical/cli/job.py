@@ -11,7 +11,7 @@ from typing import Annotated, Any, get_args, get_origin
 
 import typer
 
-from peft_surgical.training.job import JOB_FILE, TrainingJob, job_options
+from peft_surgical.training.job import JOB_FILE, JOB_OPTIONS, TrainingJob
 from peft_surgical.training.options import flag
 
 
@@ -36,7 +36,7 @@ def job_parameters(names: Collection[str]) -> Iterator[inspect.Parameter]:
     for field in dataclasses.fields(TrainingJob):
         if field.name not in names:
             continue
-        kind, option = job_options()[field.name]
+        kind, option = JOB_OPTIONS[field.name]
         is_required = field.default is dataclasses.MISSING
         default, text = (None, f"{option.help} (required)") if is_required else (field.default, option.help)
         if field.name in READERS or is_required:
@@ -50,7 +50,7 @@ def job_parameters(names: Collection[str]) -> Iterator[inspect.Parameter]:
             autocompletion=_completion(option.choices) if option.choices else None,
         )
         yield parameter(field.name, Annotated[kind, shown], default)
-    if {*names} == {*job_options()}:
+    if {*names} == {*JOB_OPTIONS}:
         yield parameter("config", _CONFIG)
 
 
@@ -90,7 +90,7 @@ def read_job_fields(options: Mapping[str, Any]) -> dict[str, Any]:
                 value = READERS[name](value)
             except ValueError as error:
                 raise ValueError(f"{flag(name)} {value}: {error}") from None
-        elif get_origin(job_options()[name][0]) is tuple:
+        elif get_origin(JOB_OPTIONS[name][0]) is tuple:
             value = tuple(value or ())
         fields[name] = value
     return fields
@@ -109,8 +109,8 @@ def read_config(file: Path) -> dict[str, Any]:
     fields = {}
     for key, value in content.items():
         name = str(key).removeprefix("--").replace("-", "_")
-        if name not in job_options():
-            near = get_close_matches(name, job_options(), 1) or ["peft-surgical train --help"]
+        if name not in JOB_OPTIONS:
+            near = get_close_matches(name, JOB_OPTIONS, 1) or ["peft-surgical train --help"]
             raise ValueError(f"--config {file}: {key!r} is no option; see {near[0]}.")
         if value is not None:
             fields[name] = _of_its_kind(f"--config {file}: {key}: {value}", name, value)
@@ -118,7 +118,7 @@ def read_config(file: Path) -> dict[str, Any]:
 
 
 def _of_its_kind(given: str, name: str, value: Any) -> Any:
-    kind = job_options()[name][0]
+    kind = JOB_OPTIONS[name][0]
     kinds = {*get_args(kind), kind}
     if isinstance(value, list) and (get_origin(kind) is tuple or name == "layers"):
         return tuple(value)
@@ -145,13 +145,7 @@ _WANTED = {bool: "true or false", float: "a number", int: "a whole number", str:
 
 
 def read_layers(text: str) -> str | tuple[int | str, ...]:
-    """Read layers as they are written on a command line.
-
-    Example:
-
-        >>> read_layers("3,5,-1"), read_layers("last:25%"), read_layers("0-2,5")
-        ((3, 5, -1), 'last:25%', ('0-2', 5))
-    """
+    """Read layers as they are written on a command line: a word, or numbers and ranges with commas between."""
     parts = [part.strip() for part in text.split(",")]
     items = tuple(int(part) if part.lstrip("-").isdigit() else part for part in parts)
     return items[0] if len(items) == 1 and isinstance(items[0], str) else items

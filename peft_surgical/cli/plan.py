@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from peft_surgical.cli.common import check_plot, show_ranking, show_start, show_table, size
+from peft_surgical.cli.common import check_plot, save_file, show_ranking, show_start, show_table, size
 from peft_surgical.training.job import TrainingJob
 from peft_surgical.training.methods import describe_strata_by_rank
 from peft_surgical.training.options import check_writable
@@ -37,7 +37,6 @@ def rank(
     The ranking can be used by `peft-surgical train --ranking FILE`, and in Python by `SurgicalConfig(ranking=...)` and
     `StratifiedConfig.by_ranking(...)`.
     """
-    from peft_surgical.distributed import this_process
     from peft_surgical.training.prepare import prepare, rank
 
     check_writable("--output", output, (".json",))
@@ -45,14 +44,8 @@ def rank(
     ranking = rank(prepare(job), job, progress=not console.quiet)
     console.print(str(ranking), markup=False, soft_wrap=True)
     console.print(describe_strata_by_rank(ranking), markup=False, soft_wrap=True)
-    if not this_process().is_main_process:  # the first one writes
-        return
-    if output is not None:
-        ranking.save(str(output))
-        console.print(f"Saved {output}")
-    if plot is not None:
-        ranking.plot(str(plot))
-        console.print(f"Plotted {plot}")
+    save_file(console, output, ranking.save)
+    save_file(console, plot, ranking.plot)
 
 
 def plan(
@@ -79,9 +72,7 @@ def plan(
     if found.seconds is not None and found.choices and job.max_steps < 1:
         lines.append(("In all", f"{_describe_time(found.seconds * job.epochs)}: {job.epochs:g} epochs of each choice"))
     show_table(console, lines)
-    if plot is not None:
-        found.plot(str(plot))
-        console.print(f"Plotted {plot}")
+    save_file(console, plot, found.plot)
     if found.needs is None:
         raise ValueError("No batch of this job fits the device, not even one row. Tune fewer layers, or take LoRA.")
 
@@ -93,7 +84,7 @@ def plan_lines(plan: Plan) -> list[tuple[str, str]]:
     memory, part = plan.memory, share(plan.trained, plan.parameters)
     rows = [
         ("Trained", f"{size(plan.trained, '')} of {size(plan.parameters, '')} parameters ({part})"),
-        ("Layers", describe_layers({"layers": plan.layers}) or "none"),
+        ("Layers", describe_layers(plan.layers)),
         ("Saved file", _describe_files(plan.files)),
     ]
     if plan.batch is None:
@@ -112,7 +103,7 @@ def plan_lines(plan: Plan) -> list[tuple[str, str]]:
         rows.append(("Or", f"{size(held)} less for each layer less"))
     for choice, one in plan.choices.items():
         took = "" if one.seconds is None else f", an epoch {_describe_time(one.seconds)}"
-        rows.append((choice, f"{describe_layers({'layers': one.layers})}: {size(one.memory.total)}{took}"))
+        rows.append((choice, f"{describe_layers(one.layers)}: {size(one.memory.total)}{took}"))
     if plan.seconds is not None:
         of_all = f", of the {len(plan.choices)} choices together" if plan.choices else ""
         rows.append(("An epoch", f"{_describe_time(plan.seconds)} of training steps{of_all}"))

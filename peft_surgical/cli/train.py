@@ -1,4 +1,4 @@
-"""`peft-surgical train`: tune a model on a task and save what changed."""
+"""`peft-surgical train`, `evaluate` and `predict`: a model is tuned on a task, measured, and asked."""
 
 from __future__ import annotations
 
@@ -10,17 +10,30 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from peft_surgical.cli.common import check_plot, show_metrics, show_ranking, show_start, show_table, show_tried, size
+from peft_surgical.cli.common import (
+    WRITERS,
+    check_plot,
+    save_file,
+    save_rows,
+    show_metrics,
+    show_ranking,
+    show_start,
+    show_table,
+    show_tried,
+    size,
+)
 from peft_surgical.cli.plan import plan_lines
 from peft_surgical.training.job import TrainingJob
-from peft_surgical.training.kinds import CAUSAL_LM
 from peft_surgical.training.methods import AUTO
+from peft_surgical.training.options import CAUSAL_LM, check_writable, write_text
 
 
 if TYPE_CHECKING:
     from peft_surgical.training.run import TrainingRun
 
 SECONDS_BETWEEN_LINES = 30
+SHOWN = 3
+"""How many answers are shown where all are saved."""
 
 
 def train(
@@ -115,10 +128,8 @@ def describe_checkpoint(run: TrainingRun) -> str:
 
 
 def _show_end(console: Console, job: TrainingJob, results: dict[str, Any], plot: Path | None) -> None:
-    from peft_surgical.distributed import this_process
     from peft_surgical.ranking.plots import plot_tried
-    from peft_surgical.training.card import describe_layers, describe_selection, share
-    from peft_surgical.training.hub import push
+    from peft_surgical.training.card import describe_layers, describe_selection, push, share
 
     evaluation = dict(results["evaluation"])
     show_metrics(
@@ -136,26 +147,111 @@ def _show_end(console: Console, job: TrainingJob, results: dict[str, Any], plot:
             console.print()
     if results.get("tried"):
         show_tried(console, results["tried"])
-        if plot is not None and this_process().is_main_process:
-            plot_tried(str(plot), results["tried"])
-            console.print(f"Plotted {plot}")
+        save_file(console, plot, lambda file: plot_tried(file, results["tried"]))
         console.print()
     trained, total = results["parameters"]["trained"], results["parameters"]["total"]
+    is_language = results["task"]["kind"] == CAUSAL_LM
+    ask = f"predict {job.output} --prompt 'A question'"
+    measure = f"evaluate {job.output} --predictions predictions.csv"
     rows = [
         ("Chosen", describe_selection(results)),
-        ("Layers", describe_layers(results) or "none"),
+        ("Layers", describe_layers(results["layers"])),
         ("Trained", f"{size(trained, '')} of {size(total, '')} parameters ({share(trained, total)})"),
         ("Files", ", ".join(f"{name} {size(count)}" for name, count in results["files"].items())),
         ("Seconds", ", ".join(f"{name} {seconds:.1f}" for name, seconds in results["seconds"].items())),
         ("Saved in", f"{job.output}  (README.md is its card)"),
-        ("Next", _next_command(job, results)),
+        ("Next", f"peft-surgical {ask if is_language else measure}"),
     ]
     show_table(console, rows)
     if (address := push(job)) is not None:
         console.print(f"Pushed to {address}", soft_wrap=True)
 
 
-def _next_command(job: TrainingJob, results: dict[str, Any]) -> str:
-    if results["task"]["kind"] == CAUSAL_LM:
-        return f"peft-surgical predict {job.output} --prompt 'A question'"
-    return f"peft-surgical evaluate {job.output} --predictions predictions.csv"
+def evaluate(
+    console: Console,
+    folder: Annotated[Path, typer.Argument(help="The folder that `peft-surgical train` wrote.")],
+    model: Annotated[str | None, typer.Option(help="The base model, if it lies elsewhere now.")] = None,
+    data: Annotated[str | None, typer.Option(help="Other data to measure on, as in train.")] = None,
+    subset: Annotated[str | None, typer.Option(help="Which of the subsets of a data set on the hub.")] = None,
+    split: Annotated[str | None, typer.Option(help="The split to measure on.")] = None,
+    text_column: Annotated[
+        list[str] | None, typer.Option(help="Column with the text in other data; twice for two. Found if not given.")
+    ] = None,
+    label_column: Annotated[str | None, typer.Option(help="Column with the label. Found if not given.")] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Rows per batch.")] = None,
+    output: Annotated[Path | None, typer.Option(help="Save the metrics here (.json).")] = None,
+    predictions: Annotated[
+        Path | None, typer.Option(help="Save each row with its prediction here (.csv, .jsonl, .parquet).")
+    ] = None,
+) -> None:
+    """Measure a trained model: on the evaluation rows of its training, or on other data."""
+    from peft_surgical.training.evaluation import evaluate, majority
+
+    check_writable("--output", output, (".json",))
+    check_writable("--predictions", predictions, WRITERS)
+    result = evaluate(
+        folder,
+        model=model,
+        data=data,
+        subset=subset,
+        split=split,
+        batch_size=batch_size,
+        text_columns=text_column or (),
+        label_column=label_column,
+    )
+    show_metrics(console, result.metrics, len(result.data), result.rows, majority(result.data, result.labels))
+    save_file(console, output, lambda file: write_text(Path(file), json.dumps(result.metrics, indent=2) + "\n"))
+    save_file(console, predictions, lambda file: save_rows(result.table(), file))
+
+
+def predict(
+    console: Console,
+    folder: Annotated[Path, typer.Argument(help="The folder that `peft-surgical train` wrote.")],
+    text: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--text", "--prompt", help="What to ask: a text to label, or a prompt; may be repeated. Of two texts both."
+        ),
+    ] = None,
+    data: Annotated[str | None, typer.Option(help="Read the texts or prompts from here, as in train.")] = None,
+    split: Annotated[str | None, typer.Option(help="The split of the data. Default: test, else the first.")] = None,
+    text_column: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Column with the text or prompt, if the data call it otherwise than the training; twice for two."
+        ),
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="The base model, if it lies elsewhere now.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="The most tokens that a language model says.")] = 256,
+    temperature: Annotated[
+        float, typer.Option(min=0.0, help="How much chance is in what it says; 0: the likeliest token each time.")
+    ] = 0.0,
+    seed: Annotated[int, typer.Option(help="Seed of that chance.")] = 0,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Save the answers here (.csv, .jsonl, .parquet).")
+    ] = None,
+) -> None:
+    """Ask a trained model: labels with their probabilities, amounts, or a language model's answers."""
+    from datasets import Dataset
+
+    from peft_surgical.training.prediction import predict
+
+    check_writable("--output", output, WRITERS)
+    rows: list[dict[str, Any]] = []
+    for row in predict(
+        folder,
+        text or (),
+        data=data,
+        split=split,
+        text_columns=text_column or (),
+        model=model,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        seed=seed,
+    ):
+        rows.append(row)
+        if output is None or len(rows) <= SHOWN:
+            shown = [(name, f"{value:.4f}" if isinstance(value, float) else value) for name, value in row.items()]
+            show_table(console, shown)
+            console.print()
+    save_file(console, output, lambda file: save_rows(Dataset.from_list(rows), file), what=f"{len(rows):,} rows in ")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,29 +27,23 @@ class Batch:
         return len(self.index)
 
     def select(self, first: int, stop: int) -> Batch:
-        """The samples `first` to `stop`."""
         if stop - first == len(self):  # a single sample may have many rows, such as the patches of its images
             return self
-        inputs = {k: v[first:stop] if isinstance(v, Tensor) and v.dim() else v for k, v in self.inputs.items()}
-        return Batch(inputs, self.index[first:stop])
+        return self._with(lambda v: v[first:stop], self.index[first:stop])
 
     def with_copy(self) -> Batch:
         """The same batch, with its first sample once more at the end."""
-        inputs = {
-            k: torch.cat([v, v[:1]]) if isinstance(v, Tensor) and v.shape[:1] == (len(self),) else v
-            for k, v in self.inputs.items()
-        }
-        return Batch(inputs, (*self.index, self.index[0]))
+        return self._with(lambda v: torch.cat([v, v[:1]]) if len(v) == len(self) else v, (*self.index, self.index[0]))
 
     def repeated(self, times: int) -> Batch:
         """A batch of so many copies of its only sample."""
-        inputs = {
-            k: torch.cat([v] * times) if isinstance(v, Tensor) and v.dim() else v for k, v in self.inputs.items()
-        }
-        return Batch(inputs, self.index * times)
+        return self._with(lambda v: torch.cat([v] * times), self.index * times)
+
+    def _with(self, change: Callable[[Tensor], Tensor], index: tuple[int, ...]) -> Batch:
+        inputs = {k: change(v) if isinstance(v, Tensor) and v.dim() else v for k, v in self.inputs.items()}
+        return Batch(inputs, index)
 
     def to(self, device: torch.device) -> Batch:
-        """The same batch on another device."""
         return Batch(send_to_device(self.inputs, device), self.index)
 
 

@@ -43,7 +43,6 @@ class Call:
     outputs: list[_Trace | None]
     single: bool  # one tensor, and nothing else, was returned
     layout: CallLayout | None = None  # how it tells samples apart, as far as it does
-    tensors: tuple[list[Any], Any, Tensor] | None = None  # arguments, their structure, output, where they are kept
 
 
 Calls = dict[nn.Module, list[Call]]
@@ -53,17 +52,11 @@ class OwnHook(partial):
     """A forward hook of this package, known by its type where an interrupt left it behind."""
 
 
-def record_calls(
-    modules: Collection[nn.Module],
-    run: Callable[[], Any],
-    whole: Collection[nn.Module],
-    before: Calls | None = None,
-) -> Calls:
-    """Run a model and note the calls of some of its modules, in order; of the first call of those in `whole` keep all
-    tensors. `before` are the calls of a run on one sample: in this run, on two, it is then noted how they are told
-    apart."""
+def record_calls(modules: Collection[nn.Module], run: Callable[[], Any], before: Calls | None = None) -> Calls:
+    """Run a model and note the calls of some of its modules, in order. `before` are the calls of a run on one sample:
+    in this run, on two, it is then noted how they are told apart."""
     recorder = _Recorder(before)
-    handles = [m.register_forward_hook(OwnHook(recorder.note, m in whole), with_kwargs=True) for m in modules]
+    handles = [m.register_forward_hook(OwnHook(recorder.note), with_kwargs=True) for m in modules]
     try:
         with torch.no_grad():
             run()
@@ -79,24 +72,22 @@ _VALUES = 2048
 
 
 class _Recorder:
-    """Notes calls. Values are compared all together at the end, for each look at one waits for the device."""
+    """Notes calls. Whether values are alike is looked at in the end, for each look waits for the device."""
 
     def __init__(self, before: Calls | None):
         self.calls: Calls = {}
         self.before = before
-        self._values: list[tuple[Tensor, Tensor]] = []
-        self._unsure: list[tuple[Call, list[int]]] = []
+        self._unsure: list[tuple[Call, list[Tensor]]] = []
 
-    def note(self, keep: bool, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
+    def note(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
         mine = self.calls.setdefault(module, [])
         if not kwargs and all(isinstance(x, Tensor) for x in args):  # nearly always; flattening takes long
             inputs = list(args)
         else:
             inputs = tree_flatten((args, kwargs))[0]
         outputs = float_tensors(output)
-        tensors = (inputs, tree_flatten((args, kwargs))[1], output) if keep and not mine else None
         traces = [self._trace(x) for x in inputs], [self._trace(x) for x in outputs]
-        call = Call(*traces, isinstance(output, Tensor), None, tensors)
+        call = Call(*traces, isinstance(output, Tensor))
         earlier = self.before.get(module, []) if self.before is not None else []
         if len(mine) < len(earlier):
             self._compare_later(call, earlier[len(mine)], inputs, outputs)
@@ -111,7 +102,7 @@ class _Recorder:
         """Tell the call's layout by the shapes, and note the values that it depends on."""
         if len(one.inputs) != len(inputs) or len(one.outputs) != len(outputs):
             return
-        numbers: list[int] = []
+        alike: list[Tensor] = []
         axes: list[int | None] = []
         pairs = [
             *zip(one.inputs, call.inputs, inputs, strict=True),
@@ -122,21 +113,19 @@ class _Recorder:
             if axis == _SEVERAL:
                 return
             axes.append(axis)
-            if axis is not None and axis != UNKNOWN and old and new:
+            if axis is not None and axis != UNKNOWN and old and x.numel():
                 assert old.values is not None
-                numbers.append(len(self._values))
-                self._values.append((old.values, _some(x.narrow(axis, 0, old.shape[axis])).clone()))
+                alike.append(_alike(old.values, _some(x.narrow(axis, 0, old.shape[axis]))))
         axes, out_axes = axes[: len(inputs)], axes[len(inputs) :]
         expandable = (axis is not None or x.shape[:1] == (1,) for axis, x in zip(out_axes, outputs, strict=True))
         complete = any(axis is not None for axis in out_axes) and all(expandable)
         call.layout = CallLayout(axes, out_axes, complete)
-        self._unsure.append((call, numbers))
+        self._unsure.append((call, alike))
 
     def compare(self) -> None:
         """Take back the layouts of calls whose values have another order than the shapes say."""
-        alike = _alike(self._values)
-        for call, numbers in self._unsure:
-            if not all(alike[number] for number in numbers):
+        for call, alike in self._unsure:
+            if not all(alike):
                 call.layout = None
 
 
@@ -162,22 +151,14 @@ def _doubled(one: _Trace | None, two: _Trace | None) -> int | None:
     return axis if len(differing) == 1 and two.shape[axis] == 2 * one.shape[axis] else _SEVERAL
 
 
-def _alike(pairs: list[tuple[Tensor, Tensor]]) -> list[bool]:
-    """Whether the values of each pair are the same, but for what the size of a batch may change: only their order
-    matters here."""
-    if not pairs:
-        return []
-    device = pairs[0][0].device
-    one, two = (torch.cat([pair[k].to(device) for pair in pairs]).float() for k in (0, 1))
-    sizes = torch.tensor([len(values) for values, _ in pairs])
-    owner = torch.arange(len(pairs)).repeat_interleave(sizes).to(device)
+def _alike(one: Tensor, two: Tensor) -> Tensor:
+    """Whether values are the same, but for what the size of a batch may change: only their order matters here."""
+    if not one.is_floating_point():
+        return (one == two).all()
+    one, two = one.float(), two.float()
     size = one.abs().nan_to_num(nan=0, posinf=0)
-    scale = torch.zeros(len(pairs), device=device).scatter_reduce_(0, owner, size, "amax")
-    exact = torch.tensor([not values.is_floating_point() for values, _ in pairs]).to(device)
-    allowed = (0.05 * (scale[owner] + size)).masked_fill_(exact[owner], 0)
-    same = ((two - one).abs() <= allowed) | (one == two) | (one.isnan() & two.isnan())
-    wrong = torch.zeros(len(pairs), device=device).index_add_(0, owner, (~same).float())
-    return (wrong == 0).tolist()
+    near = (two - one).abs() <= 0.05 * (size.amax() + size)
+    return (near | (one == two) | (one.isnan() & two.isnan())).all()
 
 
 def float_tensors(tree: Any) -> list[Tensor]:

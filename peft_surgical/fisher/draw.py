@@ -64,19 +64,7 @@ class Draw:
         `prepared` data are taken as they come, with all columns and padding.
         """
         if isinstance(self.data, DataLoader) and (rows or not _only_walks(self.data)):
-            _check_positive(num_samples=self.num_samples)
-            split = self.world_size > 1 and _is_split(self.data)
-            for number, inputs in enumerate(self.data if split else islice(self.data, self.num_samples)):
-                own = self.rank + self.world_size * number if split else number
-                if own >= self.num_samples:
-                    return
-                if rows is None and (count := _count_samples(_named(inputs, self.model))) > 1:
-                    raise ValueError(
-                        f"The DataLoader gives {count} samples at a time, and the loss is that of one sample by "
-                        "itself. Give it batch_size=1, or rank by whole batches with unit='batch'."
-                    )
-                if split or number % self.world_size == self.rank:
-                    yield self._apart(inputs, own, rows is not None)
+            yield from self._read_loader(apart=True, whole=rows is not None)
             return
         size = rows or 1
         features, collate, drawn = self._draw(self.num_samples * size, size)
@@ -85,17 +73,16 @@ class Draw:
             groups.pop()
         for number in range(self.rank, len(groups), self.world_size):
             inputs = collate([self._feature(features[place]) for place in groups[number]])
-            yield self._apart(inputs, number, rows is not None)
+            batch = Batch(self._columns(inputs, apart=True), (number,))
+            yield batch if rows or self.prepared else padded_right(batch, self._names)
 
     @cached_property
     def _names(self) -> set[str] | None:
         return forward_names(self.model)
 
-    def _apart(self, inputs: Any, number: int, whole: bool) -> Batch:
-        if self.prepared and isinstance(inputs, Mapping):
-            return Batch(dict(inputs), (number,))
-        batch = Batch(_named(inputs, self.model), (number,))
-        return batch if whole else padded_right(batch, self._names)
+    def _columns(self, inputs: Any, apart: bool) -> dict[str, Any]:
+        is_ready = apart and self.prepared and isinstance(inputs, Mapping)
+        return dict(inputs) if is_ready else _named(inputs, self.model)
 
     def _draw(self, count: int, batch_size: int) -> tuple[Any, Collator, list[int]]:
         """Rows, what makes a batch of them, and the places of those that are drawn."""
@@ -128,26 +115,31 @@ class Draw:
             )
         return kept
 
-    def _read_loader(self) -> Iterator[Batch]:
+    def _read_loader(self, *, apart: bool = False, whole: bool = False) -> Iterator[Batch]:
         """Read a loader in its order. One that is not split among processes is split here, batch by batch."""
         _check_positive(num_samples=self.num_samples)
         split, seen, wanted, world = _is_split(self.data), 0, self.num_samples, self.world_size
         if world > 1 and split:
             wanted = wanted // world + (self.rank < wanted % world)
-        for number, inputs in enumerate(self.data):
-            inputs = _named(inputs, self.model)
-            whole = _count_samples(inputs)
-            packed = _find_packed(inputs, whole)
-            if whole > 1 and packed:
+        for number, inputs in enumerate(self.data if wanted else ()):
+            columns = self._columns(inputs, apart)
+            count = 1 if whole else _count_samples(columns)
+            if apart and count > 1:
                 raise ValueError(
-                    f"The DataLoader gives {whole} samples with {len(inputs[packed])} rows of {packed}, and nothing "
+                    f"The DataLoader gives {count} samples at a time, and the loss is that of one sample by itself. "
+                    "Give it batch_size=1, or rank by whole batches with unit='batch'."
+                )
+            if count > 1 and (packed := _find_packed(columns, count)):
+                raise ValueError(
+                    f"The DataLoader gives {count} samples with {len(columns[packed])} rows of {packed}, and nothing "
                     "tells whose they are. Give it batch_size=1."
                 )
-            size = min(whole, wanted - seen)
+            size = min(count, wanted - seen)
             offset, stride = (self.rank, world) if split else (0, 1)
-            index = tuple(offset + stride * (seen + i) for i in range(whole))
+            index = tuple(offset + stride * (seen + i) for i in range(count))
             if split or number % world == self.rank:
-                yield padded_right(Batch(inputs, index).select(0, size), self._names)
+                batch = Batch(columns, index).select(0, size)
+                yield batch if whole else padded_right(batch, self._names)
             seen += size
             if seen >= wanted:
                 return

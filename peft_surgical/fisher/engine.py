@@ -30,32 +30,12 @@ from peft_surgical.fisher.objective import (
     row_gradients,
 )
 from peft_surgical.fisher.squares import SquareQueue
-from peft_surgical.fisher.sums import LayerSums, Sink, TensorFisher
+from peft_surgical.fisher.sums import LayerSums, TensorFisher
 from peft_surgical.fisher.targets import CannotTellSamplesApart, Targets
 from peft_surgical.layers import Layer, find_stacks
 
 
 logger = logging.getLogger(__name__)
-
-
-class Progress:
-    """Shows how far a measurement is, if it is to be shown."""
-
-    def __init__(self, shown: bool = False):
-        self._shown, self._bar = shown, tqdm(disable=True)
-
-    def expect(self, steps: int, unit: str) -> None:
-        """There will be so many steps."""
-        self.close()
-        self._bar = tqdm(total=steps, desc="ranking layers", unit=unit, disable=not self._shown)
-
-    def advance(self, steps: int) -> None:
-        """So many steps more are done."""
-        self._bar.update(steps)
-
-    def close(self) -> None:
-        """Nothing more will be done."""
-        self._bar.close()
 
 
 @dataclass(frozen=True)
@@ -77,12 +57,11 @@ class FisherTask:
 
 
 class Runner:
-    """Runs a task's model on batches."""
+    """Runs a model on batches."""
 
-    def __init__(self, task: FisherTask):
-        self.model, self.objective = task.model, task.objective
-        self.names = forward_names(task.model)
-        self.device = next((p.device for p in task.model.parameters() if not p.is_meta), torch.device("cpu"))
+    def __init__(self, model: nn.Module, objective: Objective):
+        self.model, self.objective, self.names = model, objective, forward_names(model)
+        self.device = next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
 
     def forward(self, batch: Batch, labels: bool = False) -> Any:
         """The model's outputs, with its own loss if labels are given to it."""
@@ -117,14 +96,14 @@ class Engine(ABC):
     name = ""
 
     def __init__(self, task: FisherTask, batches: Sequence[Batch]):
-        self.task, self.batches, self.runner = task, batches, Runner(task)
+        self.task, self.batches, self.runner = task, batches, Runner(task.model, task.objective)
         self.samples: list[int] = []
         self.counts = torch.zeros(0, dtype=torch.float64)
 
-    def measure(self, groups: Sequence[Sequence[int]], progress: Progress) -> list[dict[str, TensorFisher]]:
+    def measure(self, groups: Sequence[Sequence[int]], progress: tqdm) -> list[dict[str, TensorFisher]]:
         """For each layer the diagonal Fisher of its parameters, the mean over the samples of all processes. Each group
         of layers, by their numbers, takes a pass over the samples."""
-        progress.expect(len(groups) * sum(len(batch) for batch in self.batches), " samples")
+        progress.reset(len(groups) * sum(len(batch) for batch in self.batches))
         generator = torch.Generator().manual_seed(self.task.seed) if self.task.contributions else None
         found: dict[int, dict[str, TensorFisher]] = {}
         for group in groups:
@@ -135,11 +114,11 @@ class Engine(ABC):
             on_all_ranks(self.check)
         return [found[number] for number in range(len(found))]
 
-    def _go_through(self, sums: LayerSums, progress: Progress) -> None:
+    def _go_through(self, sums: LayerSums, progress: tqdm) -> None:
         self._seen: list[tuple[Batch, Tensor]] = []
         for batch in self.batches:
             self.add(batch, sums)
-            progress.advance(len(batch))
+            progress.update(len(batch))
 
     def _gather_samples(self) -> None:
         index = [number for batch, _ in self._seen for number in batch.index]
@@ -154,7 +133,7 @@ class Engine(ABC):
     def add(self, batch: Batch, sums: LayerSums) -> None:
         """Add a batch to the sums, and note its samples."""
 
-    def check(self) -> None:  # noqa: B027  most engines leave nothing
+    def check(self) -> None:  # noqa: B027  a loop leaves nothing
         """Check that the gradients of the last batch are finite, which may wait for the results."""
 
 
@@ -175,7 +154,7 @@ class HookEngine(Engine):
         self.guard = Guard(self.runner, self.targets, batches) if task.verify else None
         self._unchecked: tuple[Batch, LayerSums, list[Tensor]] | None = None
 
-    def _go_through(self, sums: LayerSums, progress: Progress) -> None:
+    def _go_through(self, sums: LayerSums, progress: tqdm) -> None:
         try:
             super()._go_through(sums, progress)
         except DependsOnBatch as reason:
@@ -209,9 +188,9 @@ class HookEngine(Engine):
         copied = usual and not self._seen and len(batch) > 1
         targets = self.targets.find(batch, sums.by_id, usual)
         watched = self.guard.watch(batch, targets, sums.by_id) if self.guard and not checked else {}
-        sinks: dict[int, Sink] = {**sums.by_id, **watched}
+        places = {**sums.by_id, **watched}
         size = (len(batch), *self._lengths(batch))
-        with GradientListener(targets, sinks, *size, checked=checked, usual=usual, copied=copied) as listener:
+        with GradientListener(targets, places, *size, checked=checked, usual=usual, copied=copied) as listener:
             values, counts = self.runner.rows(batch.with_copy() if copied else batch)
             listener.check_usual()
             if copied:
@@ -258,10 +237,6 @@ class LoopEngine(Engine):
     name = "loop"
 
     def add(self, batch: Batch, sums: LayerSums) -> None:
-        for n in range(len(batch)):
-            self._add(self.runner.alone(batch, n), sums)
-
-    def _add(self, sample: Batch, sums: LayerSums) -> None:
         queue, parameters = SquareQueue(), [p for group in sums.parameters for p in group.values()]
         for p in parameters:
             if not p.is_floating_point() or p.is_meta:
@@ -269,14 +244,16 @@ class LoopEngine(Engine):
                     "Plain autograd (engine='loop', or a loss of one's own) needs weights as numbers on a device."
                 )
             p.requires_grad_()
-        values, counts = self.runner.checked_rows(sample)
-        sums.start(1)
-        for grads in row_gradients(values, parameters):
-            if not all_finite(grads):
-                raise ValueError(f"The gradient of sample {sample.index[0]} of the draw is not finite.")
-            for p, g in zip(parameters, grads, strict=True):
-                if g is not None:
-                    sums.by_id[id(p)].add(DenseGradients(g[None]), 0, queue)
-            queue.flush()
-            sums.finish()
-        self._seen.append((sample, counts))
+        for n in range(len(batch)):
+            sample = self.runner.alone(batch, n)
+            values, counts = self.runner.checked_rows(sample)
+            sums.start(1)
+            for grads in row_gradients(values, parameters):
+                if not all_finite(grads):
+                    raise ValueError(f"The gradient of sample {sample.index[0]} of the draw is not finite.")
+                for p, g in zip(parameters, grads, strict=True):
+                    if g is not None:
+                        sums.by_id[id(p)].add(DenseGradients(g[None]), 0, queue)
+                queue.flush()
+                sums.finish()
+            self._seen.append((sample, counts))

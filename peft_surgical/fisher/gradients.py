@@ -30,12 +30,10 @@ class SampleGradients(ABC):
 
     @property
     def device(self) -> torch.device:
-        """Where they are."""
         return self.example.device
 
     @property
     def size(self) -> int:
-        """The number of the parameter's entries."""
         return prod(self.shape)
 
     @property

@@ -24,7 +24,6 @@ from peft_surgical.fisher.calls import CallLayout, OwnHook, sample_axis, samples
 from peft_surgical.fisher.gradients import DenseGradients, ProductGradients, SampleGradients, join
 from peft_surgical.fisher.recompute import LocalCall, local_gradients
 from peft_surgical.fisher.squares import SquareQueue, on_cpu
-from peft_surgical.fisher.sums import Sink
 from peft_surgical.fisher.targets import CannotTellSamplesApart, HookTarget
 
 
@@ -54,7 +53,7 @@ class GradientListener:
     """A context in which the targets of a model are listened to while it runs on a batch of samples.
 
     Args:
-        sinks: The sum of each parameter, by the parameter's `id`.
+        sums: The sum of each parameter, to which its gradients are added, by the parameter's `id`.
         tokens: Tokens of each sample, padding included; 0 if it has none.
         lengths: Tokens of each sample, (N,), if those after them are padding and so have no gradient. Where a module
             sees `tokens` tokens, they are skipped.
@@ -66,7 +65,7 @@ class GradientListener:
     def __init__(
         self,
         targets: Sequence[HookTarget],
-        sinks: Mapping[int, Sink],
+        sums: Mapping[int, Any],
         samples: int,
         tokens: int = 0,
         lengths: Tensor | None = None,
@@ -75,7 +74,7 @@ class GradientListener:
         usual: bool = False,
         copied: bool = False,
     ):
-        self.targets, self.sinks, self.samples, self.tokens, self.lengths = targets, sinks, samples, tokens, lengths
+        self.targets, self.sums, self.samples, self.tokens, self.lengths = targets, sums, samples, tokens, lengths
         self.checked, self.usual, self.copied = checked, usual, copied
         owners = Counter(id(p) for target in targets for p in target.parameters.values())
         self._tied = {key for key, count in owners.items() if count > 1}
@@ -131,7 +130,7 @@ class GradientListener:
             for target, calls in self._local.values():
                 self._finish_local(target, calls)
             for key, waiting in self._waiting.items():
-                self.sinks[key].add(join(waiting), 0, self._queue)
+                self.sums[key].add(join(waiting), 0, self._queue)
             self._waiting.clear()
             self._queue.flush()
         finally:
@@ -252,7 +251,7 @@ class GradientListener:
             return
         if isinstance(gradients, ProductGradients) and gradients.left.shape[1] == self.tokens:
             gradients.lengths = self.lengths
-        self.sinks[key].add(gradients, 0, self._queue)
+        self.sums[key].add(gradients, 0, self._queue)
 
     def _finish_local(self, target: HookTarget, calls: list[LocalCall]) -> None:
         calls = [call for call in calls if call.gradients]
@@ -268,7 +267,7 @@ class GradientListener:
                     if id(parameter) in self._tied:
                         parts[name].append(gradients[name])
                     else:
-                        self.sinks[id(parameter)].add(DenseGradients(gradients[name]), first, self._queue)
+                        self.sums[id(parameter)].add(DenseGradients(gradients[name]), first, self._queue)
             for name, tensors in parts.items():
                 if tensors:
                     waiting = self._waiting.setdefault(id(target.parameters[name]), [])

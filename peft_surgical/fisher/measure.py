@@ -11,10 +11,11 @@ from dataclasses import dataclass
 import psutil
 import torch
 from torch import Tensor, nn
+from tqdm.auto import tqdm
 
 from peft_surgical.distributed import gather
 from peft_surgical.fisher.batches import Batch
-from peft_surgical.fisher.engine import FisherTask, HookEngine, LoopEngine, Progress
+from peft_surgical.fisher.engine import FisherTask, HookEngine, LoopEngine
 from peft_surgical.fisher.model_state import untouched
 from peft_surgical.fisher.objective import LossObjective, Objective, no_gradient
 from peft_surgical.fisher.sums import TensorFisher
@@ -50,7 +51,7 @@ def layer_fisher(
     engine: str = "auto",
     contributions: bool = True,
     seed: int = 0,
-    progress: Progress | None = None,
+    progress: tqdm | None = None,
     verify: bool = True,
 ) -> FisherMeasurement:
     """Measure the diagonal Fisher of layers, from `resolve_layers`, on batches from a `Draw`, with an objective
@@ -63,12 +64,11 @@ def layer_fisher(
     if engine not in ENGINES:
         raise ValueError(f"engine={engine!r} is unknown; allowed are {', '.join(map(repr, ENGINES))}.")
     task = FisherTask(unwrap(model), layers, objective, diagonal, contributions, seed, verify)
-    _check_data(task)
     with untouched(task.model, seed):
         groups = choose_groups(task, engine)
         loop = engine == "loop" or isinstance(objective, LossObjective)
         job = (LoopEngine if loop else HookEngine)(task, list(batches))
-        found = job.measure(groups, progress or Progress())
+        found = job.measure(groups, tqdm(disable=True) if progress is None else progress)
     _check_results(task, found)
     return FisherMeasurement(found, job.samples, job.counts, job.name, len(groups))
 
@@ -114,19 +114,6 @@ def free_bytes(device: torch.device) -> float:
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return psutil.virtual_memory().available
-
-
-def _check_data(task: FisherTask) -> None:
-    if not any(p.is_meta for group in task.parameters for p in group.values()):
-        return
-    for layer in task.layers:
-        for name, module in layer.module.named_modules():
-            on_meta = any(p is not None and p.is_meta for p in module._parameters.values())
-            if on_meta and not hasattr(module, "_hf_hook"):
-                raise ValueError(
-                    f"{layer.path}.{name} has no data (its parameters are on the meta device), so its gradients "
-                    "cannot be measured. Load the weights first, or offload them with accelerate."
-                )
 
 
 def _check_results(task: FisherTask, found: list[dict[str, TensorFisher]]) -> None:

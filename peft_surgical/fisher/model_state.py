@@ -206,7 +206,7 @@ def layer_parameters(layers: Sequence[Layer]) -> list[dict[str, nn.Parameter]]:
     found = []
     for layer in layers:
         own = {}
-        for name, p in _base_parameters(layer.module, "", []):
+        for name, p in _base_parameters(layer.module):
             if id(p) not in seen:
                 seen.add(id(p))
                 own[name] = p
@@ -244,11 +244,9 @@ _packed: WeakKeyDictionary[nn.Module, nn.Parameter] = WeakKeyDictionary()
 """What stands for the packed weight of a module: an empty parameter with the weight's shape."""
 
 
-def _base_parameters(
-    module: nn.Module, prefix: str, found: list[tuple[str, nn.Parameter]]
-) -> list[tuple[str, nn.Parameter]]:
-    """Append the parameters of a module, without those of adapters."""
-    found += [(prefix + name, p) for name, p in own_parameters(module)]
+def _base_parameters(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Parameter]]:
+    """The parameters of a module, without those of adapters."""
+    yield from ((prefix + name, p) for name, p in own_parameters(module))
     for name, child in module._modules.items():
         if isinstance(child, BaseTunerLayer):
             if "base_layer" not in child._modules:
@@ -257,5 +255,4 @@ def _base_parameters(
         elif isinstance(child, AuxiliaryTrainingWrapper):
             child = child.original_module
         if child is not None:
-            _base_parameters(child, f"{prefix}{name}.", found)
-    return found
+            yield from _base_parameters(child, f"{prefix}{name}.")

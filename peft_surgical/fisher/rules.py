@@ -24,7 +24,7 @@ from peft_surgical.fisher.squares import sum_normalized, sum_type
 Rule = Callable[[nn.Module, Tensor, Tensor], Mapping[str, SampleGradients]]
 
 RULES: dict[type[nn.Module], Rule] = {}
-"""The rules by class; a subclass has its parent's unless it has one of its own."""
+"""The rules by class; a subclass has its parent's unless it has one, or a `forward`, of its own."""
 
 
 def register_rule(*classes: type[nn.Module]) -> Callable[[Rule], Rule]:
@@ -64,7 +64,9 @@ def find_rule(module: nn.Module) -> Rule | None:
         return linear
     for cls in type(module).__mro__:
         if cls in RULES:
-            return RULES[cls]
+            # the weight of a quantised module is what its output is linear in, whatever its class does
+            packed = any(not p.is_floating_point() or p.is_meta for p in module.parameters())
+            return RULES[cls] if packed or type(module).forward is cls.forward else None
     key = _what_it_computes(module)
     if key is None:
         return _rule_by_trial(module)

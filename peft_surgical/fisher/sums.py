@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -61,13 +61,6 @@ def _aligned(size: int) -> int:
     return -(-size // 64) * 64
 
 
-class Sink(Protocol):
-    """What takes the gradients of a parameter."""
-
-    def add(self, gradients: SampleGradients, first: int, queue: SquareQueue) -> None:
-        """Take those of the samples of this batch from number `first` on."""
-
-
 class DiagonalSum:
     """Sum over samples of the squared gradients of one parameter, entry by entry; the keeper keeps some entries of
     each sample's, None keeps none."""
@@ -79,7 +72,6 @@ class DiagonalSum:
         self.seen = self._first = 0
 
     def start(self, samples: int) -> None:
-        """Get ready for a batch."""
         self._first, self.seen = self.seen, self.seen + samples
 
     def add(self, gradients: SampleGradients, first: int, queue: SquareQueue) -> None:
@@ -142,7 +134,6 @@ class NormSum:
         self._size: int | None = None
 
     def start(self, samples: int) -> None:
-        """Get ready for a batch."""
         self._norms.append(torch.zeros(samples, dtype=torch.float64))
 
     def add(self, gradients: SampleGradients, first: int, queue: SquareQueue) -> None:
@@ -180,7 +171,6 @@ class LayerSums:
         self.clear()
 
     def clear(self) -> None:
-        """Forget all batches."""
         self._keeper = EntryKeeper(self._generator) if self._diagonal and self._generator else None
         for group in self.parameters:
             zeros = LayerZeros(group.values())
@@ -188,7 +178,6 @@ class LayerSums:
                 self.by_id[id(p)] = DiagonalSum(self._keeper, zeros.take) if self._diagonal else NormSum()
 
     def start(self, samples: int) -> None:
-        """Get ready for a batch."""
         for total in self.by_id.values():
             total.start(samples)
 

@@ -17,14 +17,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from peft_surgical.fisher.batches import Batch
-from peft_surgical.fisher.calls import UNKNOWN, Call, CallLayout, Calls, record_calls, sample_axis, samples_first
+from peft_surgical.fisher.calls import UNKNOWN, Call, CallLayout, record_calls
 from peft_surgical.fisher.model_state import Owner, find_owners
-from peft_surgical.fisher.recompute import LocalCall, local_gradients
-from peft_surgical.fisher.rules import RULES, Rule, find_rule
+from peft_surgical.fisher.rules import Rule, find_rule
 
 
 logger = logging.getLogger(__name__)
@@ -46,7 +44,6 @@ class HookTarget:
 
     @property
     def size(self) -> int:
-        """The number of entries of its parameters."""
         return sum(p.numel() for p in self.parameters.values())
 
 
@@ -74,8 +71,7 @@ class Targets:
     """The modules to listen to: the usual ones, or those that are found on the shortest samples.
 
     `usual` is each owner of parameters by itself. A batch with a copy of a sample shows whether it has the samples in
-    front (`GradientListener`). None where it cannot be so: an owner has no rule, or one that may be wrong for it, or
-    is one of several experts.
+    front (`GradientListener`). None where it cannot be so: an owner has no rule, or is one of several experts.
     """
 
     def __init__(
@@ -97,7 +93,7 @@ class Targets:
         targets = []
         for path, module, own in self.owners:
             rule = find_rule(module)
-            if rule is None or module in self.experts or not is_inherited(module, rule):
+            if rule is None or module in self.experts:
                 return None
             targets.append(HookTarget(path, module, own, rule, [CallLayout([0], [0])]))
         return targets
@@ -116,7 +112,7 @@ class Targets:
         if samples not in self._found:
             example = self.shortest if samples == 2 and self.shortest else batch
             runs = [partial(self.run, example.select(0, number)) for number in (1, 2)[:samples]]
-            self._found[samples] = find_targets(self.model, self.experts, self.owners, runs)
+            self._found[samples] = _Search(self.model, self.experts, self.owners, runs).targets()
         return self._found[samples]
 
 
@@ -124,40 +120,32 @@ def _size(batch: Batch) -> int:
     return max((v.numel() for v in batch.inputs.values() if isinstance(v, Tensor)), default=0)
 
 
-def find_targets(
-    model: nn.Module, experts: Collection[nn.Module], owners: Sequence[Owner], runs: Sequence[Callable[[], Any]]
-) -> list[HookTarget]:
-    """Find the modules to listen to, by runs on one sample, and on two unless every batch is a single sample.
-
-    A parameter that several modules own has a target in each of them.
-    """
-    checked = {m for _, m, _ in owners if (rule := find_rule(m)) and not is_inherited(m, rule)}
-    modules = {module for _, module, _ in owners}  # usually these are the targets, and nothing else need be noted
-    while True:
-        one = record_calls(modules, runs[0], checked)
-        two = record_calls(modules, runs[1], checked, one) if len(runs) > 1 else None
-        try:
-            return _Search(model, experts, owners, one, two).targets(modules)
-        except _NotNoted:
-            modules = set(model.modules())
-
-
 _Targets = dict[nn.Module, HookTarget]
 
 
 class _Search:
+    """Finds the modules to listen to, by runs on one sample, and on two unless every batch is a single sample.
+
+    A parameter that several modules own has a target in each of them.
+    """
+
     def __init__(
-        self, model: nn.Module, experts: Collection[nn.Module], owners: Sequence[Owner], one: Calls, two: Calls | None
+        self,
+        model: nn.Module,
+        experts: Collection[nn.Module],
+        owners: Sequence[Owner],
+        runs: Sequence[Callable[[], Any]],
     ):
-        self.experts, self.owners, self.one, self.two = experts, owners, one, two
+        self.experts, self.owners = experts, owners
+        self.one = record_calls([*model.modules()], runs[0])
+        self.two = record_calls([*model.modules()], runs[1], self.one) if len(runs) > 1 else None
         self.names = {module: name for name, module in model.named_modules()}
         self.parents: dict[nn.Module, tuple[nn.Module, str]] = {}
         for parent in self.names:
             for name, child in parent.named_children():
                 self.parents.setdefault(child, (parent, name))
 
-    def targets(self, noted: Collection[nn.Module]) -> list[HookTarget]:
-        self.noted = noted
+    def targets(self) -> list[HookTarget]:
         targets: _Targets = {}
         for _, module, parameters in self.owners:
             self._place(module, dict(parameters), targets)
@@ -172,8 +160,6 @@ class _Search:
             if module not in self.parents:
                 raise CannotTellSamplesApart(self.names[owner])
             module, child = self.parents[module]
-            if module not in self.noted:
-                raise _NotNoted
             parameters = {f"{child}.{name}": p for name, p in parameters.items()}
             layouts, rule = self._layouts(module), None
         target = targets.setdefault(module, HookTarget(self.names[module], module, {}, rule, layouts))
@@ -202,14 +188,7 @@ class _Search:
         layouts = self._layouts(module) or []
         if any(axis in (None, UNKNOWN) for layout in layouts for axis in (layout.inputs[0], layout.outputs[0])):
             return None
-        rule = find_rule(module)
-        if rule is None or is_inherited(module, rule):
-            return rule
-        return rule if _agrees_with_autograd(module, rule, calls[0], layouts[0] if layouts else None) else None
-
-
-class _NotNoted(Exception):
-    """A module around the owner of a parameter has to be looked at, whose calls were not noted."""
+        return find_rule(module)
 
 
 def _samples_in_front(call: Call) -> bool:
@@ -237,32 +216,3 @@ def _count_once(targets: _Targets) -> None:
             if module is not outer.module and module in targets:
                 inner = targets[module].parameters
                 targets[module].parameters = {k: p for k, p in inner.items() if id(p) not in seen}
-
-
-def is_inherited(module: nn.Module, rule: Rule) -> bool:
-    """Whether a module computes its output as the class does that its rule was made for."""
-    cls: Any = type(module)
-    base = next((c for c in cls.__mro__ if RULES.get(c) is rule), cls)
-    if cls.forward is base.forward:
-        return True
-    # the weight of a quantised module is what its output is linear in
-    return any(not p.is_floating_point() or p.is_meta for p in module.parameters())
-
-
-def _agrees_with_autograd(module: nn.Module, rule: Rule, call: Call, layout: CallLayout | None) -> bool:
-    """Whether a rule that was made for a parent class holds for a class that computes its output in its own way."""
-    assert call.tensors is not None
-    arguments, spec, out = call.tensors
-    samples, parameters = 2 if layout else 1, dict(module.named_parameters(recurse=False))
-    layout = layout or CallLayout([None] * len(arguments), [None])
-    g = torch.randn(out.shape, generator=torch.Generator().manual_seed(0)).to(out)
-    axes = [sample_axis(x, axis, samples) for x, axis in zip(arguments, layout.inputs, strict=True)]
-    local = LocalCall(arguments, axes, spec, layout.outputs, gradients={0: g})
-    expected = next(local_gradients(module, parameters, [local], samples))[1]
-    try:
-        got = rule(module, samples_first(arguments[0], axes[0], samples), samples_first(g, layout.outputs[0], samples))
-        found = {name: got[name].dense(0, samples).view_as(e) for name, e in expected.items()}
-    except (RuntimeError, KeyError):  # a rule for other shapes or parameters
-        return False
-    allowed = 0.05 if out.dtype in (torch.bfloat16, torch.float16) else 1e-3
-    return all((found[name] - e).norm() <= allowed * e.norm() for name, e in expected.items())

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -141,7 +142,9 @@ def find_reader(model: nn.Module) -> TaskReader:
     if name.endswith(("ForCausalLM", "LMHeadModel")) or (name.endswith("ForConditionalGeneration") and not seq2seq):
         return NEXT_TOKENS
     if name.endswith(("ForConditionalGeneration", "EncoderDecoderModel")):
-        return TaskReader(_read_tokens, _labels, many_classes=True, shown=_shown_to_decoder)
+        return TaskReader(
+            _read_tokens, _labels, many_classes=True, shown=partial(_shown, name="decoder_attention_mask")
+        )
     if name.endswith("ForMaskedLM"):
         return TOKENS
     if name.endswith("ForTokenClassification"):
@@ -155,7 +158,7 @@ def find_reader(model: nn.Module) -> TaskReader:
         if kind == "regression" or (kind is None and getattr(config, "num_labels", 2) == 1):
             return TaskReader(_read_numbers, _number_slots)
         if kind == "multi_label_classification":
-            return TaskReader(_read_yes_or_no, _number_slots)
+            return TaskReader(lambda outputs, batch: Bernoulli(_logits(outputs)), _number_slots)
         return TaskReader(_read_classes, _class_slots)
     if config is None:
         return TaskReader(_read_classes, _class_slots)
@@ -207,10 +210,6 @@ def _read_numbers(outputs: Any, batch: Batch) -> Distribution:
     return Gaussian(_logits(outputs).view(len(batch), -1))
 
 
-def _read_yes_or_no(outputs: Any, batch: Batch) -> Distribution:
-    return Bernoulli(_logits(outputs))
-
-
 def _number_slots(batch: Batch) -> Tensor | None:
     labels = _labels(batch)
     return None if labels is None else widen(labels.view(len(batch), -1))
@@ -232,10 +231,6 @@ def _causal_slots(batch: Batch) -> Tensor | None:
 def _shown(batch: Batch, name: str = "attention_mask") -> Tensor | None:
     mask = batch.inputs.get(name)
     return mask.bool() if isinstance(mask, Tensor) and mask.dim() == 2 else None
-
-
-def _shown_to_decoder(batch: Batch) -> Tensor | None:
-    return _shown(batch, "decoder_attention_mask")
 
 
 def _shown_pairs(batch: Batch) -> Tensor | None:

@@ -123,11 +123,6 @@ class Kind(NamedTuple):
     aligned: bool
     device: torch.device
 
-    @property
-    def tiling(self) -> Tiling:
-        """How the launch cuts its work."""
-        return TILINGS[self.operand.itemsize, self.bulk]
-
 
 class Job(NamedTuple):
     """One product. It holds its tensors because the kernel gets only their addresses."""
@@ -164,7 +159,7 @@ def launch(jobs: list[Job], kind: Kind) -> None:
         strides = (g.stride(1), a.stride(1), out.stride(0))
         table.append((g.data_ptr(), a.data_ptr(), out.data_ptr(), *job.shape, *strides, first))
         first += job.tiles
-    rows, columns, tokens, warps, stages = kind.tiling
+    rows, columns, tokens, warps, stages = TILINGS[kind.operand.itemsize, kind.bulk]
     dot = FLOAT32_PRODUCTS if kind.operand == torch.float32 else "tf32"  # shorter types ignore it
 
     def run() -> None:

@@ -84,25 +84,17 @@ def compare_rankings(rankings: Sequence[LayerRanking], names: Sequence[str] | No
         raise ValueError(
             f"The rankings are of different layers: {sorted(shapes)} (stack, layers). Compare like with like."
         )
-    names = [_name(r, i) for i, r in enumerate(rankings)] if names is None else list(names)
+    if names is None:
+        epochs = [r.record.get("epoch") for r in rankings]
+        names = [f"{i}" if epoch is None else f"epoch {epoch:g}" for i, epoch in enumerate(epochs)]
     if len(names) != len(rankings):
         raise ValueError(f"{len(names)} names are given for {len(rankings)} rankings.")
-    ranks = [_ranks(r) for r in rankings]
-    layers = len(ranks[0])
-    deviations = [sum(abs(a - b) for a, b in zip(r, ranks[0], strict=True)) / layers for r in ranks]
+    layers = range(len(rankings[0].scores))
+    ranks = [[r.order.index(layer) + 1 for layer in layers] for r in rankings]
+    deviations = [sum(abs(a - b) for a, b in zip(r, ranks[0], strict=True)) / len(layers) for r in ranks]
     taus = [kendall_tau(rankings[0].scores, r.scores) for r in rankings]
-    common = [len(set.intersection(*(set(r.top(k)) for r in rankings))) for k in range(1, layers + 1)]
-    return RankingComparison(names, ranks, deviations, taus, common)
-
-
-def _ranks(ranking: LayerRanking) -> list[int]:
-    place = {layer: rank for rank, layer in enumerate(ranking.order, 1)}
-    return [place[layer] for layer in range(len(ranking.scores))]
-
-
-def _name(ranking: LayerRanking, number: int) -> str:
-    epoch = ranking.record.get("epoch")
-    return f"{number}" if epoch is None else f"epoch {epoch:g}"
+    common = [len(set.intersection(*(set(r.top(k)) for r in rankings))) for k in range(1, len(layers) + 1)]
+    return RankingComparison([*names], ranks, deviations, taus, common)
 
 
 class RankingCallback(TrainerCallback):

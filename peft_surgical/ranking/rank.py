@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from itertools import combinations
 from typing import Any
@@ -11,10 +11,11 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
+from tqdm.auto import tqdm
 
-from peft_surgical.distributed import check_not_prepared, check_same_weights, gather, rank
+from peft_surgical.distributed import check_not_prepared, check_same_weights, gather, rank, world_size
 from peft_surgical.fisher.batches import Batch
-from peft_surgical.fisher.engine import Progress
+from peft_surgical.fisher.draw import Draw
 from peft_surgical.fisher.model_state import at_rest, same_random_numbers
 from peft_surgical.fisher.objective import LossObjective
 from peft_surgical.layers import Stack, choose_stack, unwrap
@@ -121,10 +122,12 @@ def rank_layers(
         if chosen.needs_data:
             if data is None and training is None:
                 raise ValueError(f"score={score!r} needs data: rank_layers(model, data, ...).")
+            if training is not None:
+                data, data_collator = training.data(unit == "batch")
+            draw = Draw(data, base, num_samples, data_collator, seed, rank(), world_size(), training is not None)
             objective, batches = read_samples(
-                base, layers.layers, data, training, labels=labels, unit=unit, draws=draws, seed=seed,
-                log_likelihood=log_likelihood, ignore_index=ignore_index, verify=verify, num_samples=num_samples,
-                batch_size=batch_size, data_collator=data_collator,
+                base, layers.layers[-1], draw, training, batch_size=batch_size, labels=labels, unit=unit, draws=draws,
+                seed=seed, log_likelihood=log_likelihood, ignore_index=ignore_index, verify=verify,
             )  # fmt: skip
             own = "log_likelihood" if log_likelihood is not None else labels
             record |= {"labels": "loss" if isinstance(objective, LossObjective) else own, "aggregation": aggregation}
@@ -139,7 +142,8 @@ def rank_layers(
 def _score(request: ScoreRequest, score: Score, head_inits: int, progress: bool) -> Iterator[LayerScores]:
     if head_inits < 0 or (head_inits and not score.needs_data):
         raise ValueError(f"head_inits={head_inits!r}; allowed are integers from 0 on, for scores that look at data.")
-    with closing(Progress(progress and rank() == 0)) as bar:
+    hidden = not progress or rank() > 0
+    with tqdm(desc="ranking layers", unit=" samples", disable=hidden, delay=1e-3) as bar:  # none without steps
         request = replace(request, progress=bar)
         if not head_inits:
             yield score.function(request)

@@ -5,17 +5,16 @@ from __future__ import annotations
 import copy
 import logging
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from peft_surgical.distributed import rank, world_size
 from peft_surgical.fisher.batches import Batch, forward_names
-from peft_surgical.fisher.draw import Collator, Draw
-from peft_surgical.fisher.engine import FisherTask, Runner
+from peft_surgical.fisher.draw import Draw
+from peft_surgical.fisher.engine import Runner
 from peft_surgical.fisher.guard import agree_with_loss
 from peft_surgical.fisher.model_state import same_random_numbers, untouched
 from peft_surgical.fisher.objective import LossObjective, Objective, TaskObjective, make_objective
@@ -118,51 +117,41 @@ def own_loss(model: nn.Module) -> Callable[[Batch], Any]:
 
 def read_samples(
     model: nn.Module,
-    layers: Sequence[Layer],
-    data: Any,
+    last_layer: Layer,
+    draw: Draw,
     training: Training | None,
     *,
-    labels: str,
-    unit: str,
-    draws: int,
+    batch_size: int,
     seed: int,
     log_likelihood: Callable[[Any, Mapping[str, Any]], Tensor] | str | None,
-    ignore_index: int,
     verify: bool,
-    num_samples: int,
-    batch_size: int,
-    data_collator: Collator | None,
+    **of_labels: Any,
 ) -> tuple[Objective, list[Batch]]:
     """What is differentiated, and the samples: log p(y|x) of samples in batches, where that is defined and is what a
-    trainer trains on; else a loss of one sample at a time."""
-    if training is not None:
-        data, data_collator = training.data(unit == "batch")
-
-    draw = Draw(data, model, num_samples, data_collator, seed, rank(), world_size(), prepared=training is not None)
+    trainer trains on; else a loss of one sample at a time. `of_labels` are the options of `make_objective`."""
+    unit = of_labels["unit"]
 
     def listed(batches: Iterator[Batch]) -> list[Batch]:
         with same_random_numbers(model.parameters(), seed), torch.inference_mode(False):
             return list(batches)
 
-    of_loss: dict[str, Any] = {"labels": labels, "unit": unit, "draws": draws, "ignore_index": ignore_index}
     usual = {"labels": "given", "unit": unit if unit == "batch" else "sequence", "draws": 1, "ignore_index": IGNORED}
     by_loss = log_likelihood == "loss" or (unit == "batch" and log_likelihood is None)
     if not by_loss and (training is None or log_likelihood is not None or training.has_likelihood()):
         objective: Objective | None = None
         try:
-            objective = make_objective(model, seed=seed, log_likelihood=log_likelihood, **of_loss)
+            objective = make_objective(model, seed=seed, log_likelihood=log_likelihood, **of_labels)
             batches = listed(draw.batches(batch_size))
             if isinstance(objective, TaskObjective) and verify:
                 with untouched(model, seed):
-                    runner = Runner(FisherTask(model, layers, objective))
-                    objective = agree_with_loss(runner, batches, layers[-1])
+                    objective = agree_with_loss(Runner(model, objective), batches, last_layer)
             return objective, batches
         except NoLikelihood as reason:
-            if of_loss != usual or (training is None and objective is not None):
+            if of_labels != usual or (training is None and objective is not None):
                 raise
             logger.warning("The loss of one sample at a time is differentiated, which is slow: %s", reason)
-    if of_loss != usual:
-        changed = ", ".join(f"{k}={v!r}" for k, v in of_loss.items() if v != usual[k])
+    if of_labels != usual:
+        changed = ", ".join(f"{k}={v!r}" for k, v in of_labels.items() if v != usual[k])
         raise ValueError(
             f"{changed} is for log p(y|x), and what is differentiated is a loss as it is. Leave it out, or give "
             "log_likelihood=, a function (outputs, batch) -> (N,)."

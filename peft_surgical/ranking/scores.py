@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from tqdm.auto import tqdm
 
 from peft_surgical.distributed import all_reduce, gather
 from peft_surgical.fisher.batches import Batch
-from peft_surgical.fisher.engine import FisherTask, Progress, Runner
+from peft_surgical.fisher.engine import Runner
 from peft_surgical.fisher.guard import independent
 from peft_surgical.fisher.measure import FisherMeasurement, layer_fisher
 from peft_surgical.fisher.model_state import layer_parameters, untouched
@@ -32,7 +34,7 @@ class ScoreRequest:
         aggregation: How a layer's entries become one number.
         seed: For whatever is random.
         engine: How the Fisher is computed.
-        progress: To be told how far it is.
+        progress: A bar of tqdm, to be told how far it is.
         verify: Whether to check one sample of the Fisher against plain autograd.
     """
 
@@ -43,7 +45,7 @@ class ScoreRequest:
     aggregation: str = "frobenius"
     seed: int = 0
     engine: str = "auto"
-    progress: Progress = field(default_factory=Progress)
+    progress: tqdm = field(default_factory=partial(tqdm, disable=True))
     verify: bool = True
 
 
@@ -195,14 +197,15 @@ def signal_to_noise(request: ScoreRequest) -> LayerScores:
     n)) for an n by m matrix with m <= n, with sigma taken from the interquartile range of the singular values.
     """
     scores = []
-    request.progress.expect(len(request.layers), " layers")
+    request.progress.unit = " layers"
+    request.progress.reset(len(request.layers))
     for group in layer_parameters(request.layers):
         matrices = [p.detach() for p in group.values() if p.dim() >= 2]
         if not matrices:
             raise ValueError("score='snr' needs weight matrices, and a layer has none.")
         ratios = [r for m in matrices for r in _signal_to_noise(m)]
         scores.append(sum(ratios) / len(ratios))
-        request.progress.advance(1)
+        request.progress.update()
     return LayerScores(scores)
 
 
@@ -229,13 +232,11 @@ def _samples(request: ScoreRequest) -> list[int]:
 def _mean_gradient_norms(request: ScoreRequest) -> list[tuple[float, float]]:
     """For each layer the norm of the gradient of the mean log-likelihood, and the norm of the weights."""
     assert request.objective is not None
-    task = FisherTask(request.model, request.layers, request.objective)
-    groups = task.parameters
+    groups, runner = layer_parameters(request.layers), Runner(request.model, request.objective)
     parameters = [p for group in groups for p in group.values()]
-    runner = Runner(task)
     total = [torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for p in parameters]
     divisor = torch.zeros((), dtype=torch.float64)
-    request.progress.expect(sum(len(batch) for batch in request.batches), " samples")
+    request.progress.reset(sum(len(batch) for batch in request.batches))
     with untouched(request.model, request.seed):
         batches = independent(runner, request.batches, parameters) if request.verify else request.batches
         for p in parameters:
@@ -247,7 +248,7 @@ def _mean_gradient_norms(request: ScoreRequest) -> list[tuple[float, float]]:
                 if g is not None:
                     t += g
             divisor += counts.sum().cpu()
-            request.progress.advance(len(batch))
+            request.progress.update(len(batch))
     count = float(all_reduce(divisor))
     sums = iter([all_reduce(t) / count for t in total])
     norms = [(_norm([next(sums) for _ in group]), _norm([p.detach() for p in group.values()])) for group in groups]

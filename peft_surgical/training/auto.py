@@ -1,6 +1,6 @@
 """`--layers auto`: several choices of layers are trained in turn, and the best on the held-out rows is kept.
 
-`TrainingRun` and `plan` call this; so both come as arguments.
+`TrainingRun` calls this; so it comes as an argument.
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ from peft_surgical.distributed import gather, this_process
 from peft_surgical.layers import resolve_layers
 from peft_surgical.methods.trainer import CHOICES, best_choice
 from peft_surgical.training.card import CHECKPOINTS, TRIED, remove_checkpoints
-from peft_surgical.training.common import Diverged, count_steps
 from peft_surgical.training.job import TrainingJob
-from peft_surgical.training.kinds import LOWER_IS_BETTER
-from peft_surgical.training.options import write_text
+from peft_surgical.training.options import LOWER_IS_BETTER, write_text
+from peft_surgical.training.prepare import Diverged, count_steps
 
 
 def try_layers(run: Any, begin: Callable[[Any], object]) -> None:
@@ -58,22 +57,8 @@ def try_layers(run: Any, begin: Callable[[Any], object]) -> None:
         raise ValueError("Training diverged with every choice of layers. Lower --learning-rate.")
     best = type(run)(_job_of(job, kept), resume=True)
     best.fit()  # no more steps: it loads what was best
-    run.prepared, run.model, run.trainer = best.prepared, best.model, best.trainer
-    run.tuned_layers, run.trained_parameters = best.tuned_layers, best.trained_parameters
+    run.prepared, run.model, run.trainer, run.report = best.prepared, best.model, best.trainer, best.report
     run.seconds["train"] = sum(one["seconds"] for one in choices.values())
-
-
-def plan_choices(plan: Callable[..., Any], job: TrainingJob, begin: Callable[[Any], object]) -> Any:
-    """What a job with `layers="auto"` would cost, as a `Plan`; `begin` is called with the run of the first choice."""
-    plans: dict[str, Any] = {}
-    for choice in CHOICES:
-        found = plan(dataclasses.replace(job, layers=choice), begin if not plans else lambda run: None)
-        gc.collect()
-        if all(found.layers != other.layers for other in plans.values()):
-            plans[choice] = found
-    largest = max(plans.values(), key=lambda one: (one.needs is None, one.memory.total))
-    seconds = [one.seconds for one in plans.values() if one.seconds is not None]
-    return dataclasses.replace(largest, seconds=sum(seconds) if len(seconds) == len(plans) else None, choices=plans)
 
 
 def _try(run: Any, choice: str, begin: Callable[[Any], object]) -> dict[str, Any]:
@@ -91,7 +76,7 @@ def _try(run: Any, choice: str, begin: Callable[[Any], object]) -> dict[str, Any
     steps, begun = state.global_step, int(part.checkpoint.name.rpartition("-")[2]) if part.checkpoint else 0
     return {
         **run.tried["choices"][choice],
-        "parameters": part.trained_parameters,
+        "parameters": part.report.parameters,
         "value": value,
         "steps": steps,
         # of all its steps, where some were taken before an interruption

@@ -1,4 +1,4 @@
-"""What a run of training writes into its folder beside the model: its job, its results, and a card to read.
+"""The folder of a run of training: what may be in it, its checkpoints, its card to read, and its way to the hub.
 
 A folder in use is refused, an interrupted run can be resumed, and a finished one has `metrics.json`.
 """
@@ -10,20 +10,21 @@ import dataclasses
 import json
 import logging
 import math
+import shlex
 import shutil
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import ModelCardData
+from huggingface_hub import HfApi, ModelCardData, get_token
 from torch import nn
 
+from peft_surgical.distributed import this_process
 from peft_surgical.layers import unwrap
 from peft_surgical.methods.card import CARD_FILE, TAG, AdapterCard, loading_code, place_of
 from peft_surgical.methods.config import DeltaConfig
 from peft_surgical.training.job import JOB_FILE, TrainingJob
-from peft_surgical.training.kinds import CAUSAL_LM
 from peft_surgical.training.methods import METHODS
-from peft_surgical.training.options import check_writable
+from peft_surgical.training.options import CAUSAL_LM, check_writable
 from peft_surgical.training.progress import describe_tried
 
 
@@ -109,6 +110,37 @@ def remove_checkpoints(folder: Path) -> None:
         folder.rmdir()
 
 
+def check_login(name: str) -> None:
+    """Make sure that somebody is logged in to the hub, on whose account a repository of this name can be written."""
+    if get_token() is None:
+        raise ValueError(f"--push-to-hub {name}: you are not logged in. Run `hf auth login`, or set HF_TOKEN.")
+
+
+def make_repository(name: str) -> str:
+    """Make a repository for a model on the hub, if there is none of this name; gives its name with its owner."""
+    check_login(name)
+    try:
+        return HfApi().create_repo(name, exist_ok=True).repo_id
+    except Exception as error:  # of the library of HTTP that the hub's version takes
+        raise ValueError(f"--push-to-hub {name}: {error}") from error
+
+
+def push(job: TrainingJob) -> str | None:
+    """Upload what a finished run has saved, without checkpoints, if its job says to where; gives the address, on the
+    first process alone. If it fails, a `ValueError` has the command that tries again."""
+    if job.push_to_hub is None or not this_process().is_main_process:
+        return None
+    try:
+        repository = make_repository(job.push_to_hub)
+        HfApi().upload_folder(repo_id=repository, folder_path=job.output, ignore_patterns=["*/*"])
+    except Exception as error:
+        again = f"peft-surgical train --output {shlex.quote(job.output)} --resume --push-to-hub {job.push_to_hub}"
+        raise ValueError(
+            f"The run is saved in {job.output}, but not on the hub. {error}\nTo push it: {again}"
+        ) from error
+    return f"{HfApi().endpoint}/{repository}"
+
+
 def write_model_card(run: Any, results: dict[str, Any]) -> None:
     """Write `README.md` into the folder of a `TrainingRun`; `results` is the content of `metrics.json`."""
     job, parts, ranking = run.job, run.prepared.parts, run.ranking
@@ -126,7 +158,10 @@ def write_model_card(run: Any, results: dict[str, Any]) -> None:
     wanted = f"the classes {', '.join(task['labels'])}" if task["labels"] else "an amount"
     aim = f"to write as in {columns}" if is_language else f"to tell {wanted} from {columns}"
     trained, total = results["parameters"]["trained"], results["parameters"]["total"]
-    notes = ""
+    notes, beside = "", describe_majority(results["majority"])
+    if results.get("base"):
+        reached = ", ".join(f"{name} {value:.4f}" for name, value in results["base"].items())
+        beside = f"The base model by itself has {reached}."
     if parts.optimistic:
         notes += "\n\n**The checkpoint was chosen on the rows it is measured on, so these numbers are too good.**"
     if parts.overlap:
@@ -135,7 +170,10 @@ def write_model_card(run: Any, results: dict[str, Any]) -> None:
             "training or selection rows."
         )
     if results.get("answers"):
-        notes += f"\n\n## Answers\n\nTo the first evaluation rows.\n\n{show_answers(results['answers'])}"
+        notes += "\n\n## Answers\n\nTo the first evaluation rows."
+        for row in results["answers"]:
+            said = {"asked": row["prompt"], "answered": row["answer"], "the data has": row["reference"]}
+            notes += "\n\n" + "\n".join(f"- *{name}*: {' '.join(text.split())}" for name, text in said.items())
     if results.get("tried"):
         notes += "\n\n## Layers tried\n\nEach in turn; what was best on the rows that choose the checkpoint is kept."
         notes += f"\n\n```text\n{describe_tried(results['tried'])}\n```"
@@ -162,7 +200,7 @@ Measured on {evaluation["samples"]:,} rows: {evaluation["rows"]}.
 |{" ---: |" * len(metrics)}
 | {" | ".join(f"{value:.4f}" for value in metrics.values())} |
 
-{describe_majority(results["majority"])}{describe_base(results.get("base"))}
+{beside}
 
 Trained on {training["samples"]:,} {training["rows"]}. {describe_selection(results)}{notes}
 
@@ -213,25 +251,9 @@ def describe_majority(majority: dict[str, Any] | None) -> str:
     return f"Always '{majority['label']}', the class of {share(majority['share'], 1)} of these rows, has {metrics}."
 
 
-def describe_base(base: dict[str, float] | None) -> str:
-    """What the base model reaches without having been trained, in a sentence; nothing if it was not measured."""
-    if base is None:
-        return ""
-    return f"The base model by itself has {', '.join(f'{name} {value:.4f}' for name, value in base.items())}."
-
-
-def show_answers(answers: list[dict[str, str]]) -> str:
-    """Prompts with what the data and the model answer, as a Markdown text."""
-    parts = []
-    for row in answers:
-        lines = [("asked", row["prompt"]), ("answered", row["answer"]), ("the data has", row["reference"])]
-        parts.append("\n".join(f"- *{name}*: {' '.join(str(text).split())}" for name, text in lines))
-    return "\n\n".join(parts)
-
-
-def describe_layers(results: dict[str, Any]) -> str:
-    """The layers that were trained, from the content of `metrics.json`."""
-    return "; ".join(f"{stack} {', '.join(map(str, chosen))}" for stack, chosen in results["layers"].items())
+def describe_layers(layers: dict[str, list[int]]) -> str:
+    """The layers that are trained, by stack, in words."""
+    return "; ".join(f"{stack} {', '.join(map(str, chosen))}" for stack, chosen in layers.items()) or "none"
 
 
 def _use(folder: Path, job: TrainingJob, task: dict[str, Any], model: nn.Module) -> str:

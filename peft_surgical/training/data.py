@@ -53,6 +53,13 @@ def find_split(splits: Mapping[str, Any] | Iterable[str], role: str) -> str | No
     return found[0] if found else None
 
 
+def check_columns(data: Dataset, columns: Iterable[str], option: str = "--text-column") -> None:
+    """Make sure that data have the columns that an option names."""
+    for column in columns:
+        if column not in data.column_names:
+            raise ValueError(f"{option} {column}: there is no such column; the columns are {data.column_names}.")
+
+
 @dataclass(frozen=True)
 class Task:
     """A task, read and put into one form."""
@@ -128,14 +135,7 @@ def split_rows(task: Task, job: Any) -> Parts:
 
 
 def train_test_split(data: Dataset, part: float, seed: int) -> tuple[Dataset, Dataset]:
-    """Cut a random part off a split, with the same mix of classes where every class is frequent enough.
-
-    Example:
-
-        >>> rest, cut = train_test_split(Dataset.from_dict({"labels": [0.5] * 10}), 0.2, seed=0)
-        >>> len(rest), len(cut)
-        (8, 2)
-    """
+    """Cut a random part off a split, with the same mix of classes where every class is frequent enough."""
     count = round(part * len(data))
     if not 0 < count < len(data):
         raise ValueError(

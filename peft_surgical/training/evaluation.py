@@ -20,11 +20,18 @@ from transformers import DataCollatorWithPadding, PrinterCallback, Trainer, Trai
 
 from peft_surgical.distributed import shard_by_layer, this_process
 from peft_surgical.training.card import METRICS_FILE
-from peft_surgical.training.common import Diverged, JointCheckpoints, load_tokenizer, load_trained, max_length
 from peft_surgical.training.data import Task, find_split, read_splits, split_rows
 from peft_surgical.training.job import TrainingJob
-from peft_surgical.training.kinds import CAUSAL_LM
-from peft_surgical.training.prepare import require_metrics, require_trl
+from peft_surgical.training.options import CAUSAL_LM
+from peft_surgical.training.prepare import (
+    Diverged,
+    JointCheckpoints,
+    load_tokenizer,
+    load_trained,
+    max_length,
+    require_metrics,
+    require_trl,
+)
 from peft_surgical.training.tasks import encode, make_task
 
 
@@ -112,20 +119,20 @@ def evaluate(
     """
     job, trained = read_run(folder)
     job = dataclasses.replace(job, model=model or job.model)
+    is_language = trained["kind"] == CAUSAL_LM
+    for option, value in (("--batch-size", batch_size), ("--label-column", label_column)):
+        if is_language and value is not None:
+            raise ValueError(
+                f"{option} has no meaning here: a language model's rows have no labels and are measured one by one."
+            )
+    (require_trl if is_language else require_metrics)()
+    rows, name, task = _choose_rows(job, trained, data, subset, split, text_columns, label_column)
     arguments = {"output_dir": str(folder), **shared_arguments(job)}
-    if trained["kind"] == CAUSAL_LM:
-        if batch_size is not None:
-            raise ValueError("--batch-size has no meaning here: the rows of a language model are measured one by one.")
-        require_trl()
+    if is_language:
         from peft_surgical.training.language import evaluate_language
 
-        if label_column is not None:
-            raise ValueError("--label-column has no meaning here: a language model learns text without labels.")
-        rows, name, task = _choose_rows(job, trained, data, subset, split, text_columns)
         metrics, rows, outputs = evaluate_language(folder, job, task, rows, arguments)
         return Evaluation(name, metrics, rows, (), outputs)
-    require_metrics()
-    rows, name, task = _choose_rows(job, trained, data, subset, split, text_columns, label_column)
     tokenizer = load_tokenizer(job.model)
     loaded = load_trained(str(folder), job.model, task.labels, tokenizer, dtype=job.dtype)
     if batch_size is not None:
@@ -224,8 +231,8 @@ def _choose_rows(
     data: str | None,
     subset: str | None,
     split: str | None,
-    text_columns: Sequence[str] = (),
-    label_column: str | None = None,
+    text_columns: Sequence[str],
+    label_column: str | None,
 ) -> tuple[Dataset, str, Task]:
     splits = read_splits(data or job.data, subset=subset if data else job.subset, encoding=job.encoding)
     columns = next(iter(splits.values())).column_names

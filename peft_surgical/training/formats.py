@@ -11,8 +11,8 @@ from typing import Any
 
 from datasets import ClassLabel, Dataset, Value
 
-from peft_surgical.training.data import Task, find_split
-from peft_surgical.training.kinds import CAUSAL_LM
+from peft_surgical.training.data import Task, check_columns, find_split
+from peft_surgical.training.options import CAUSAL_LM
 
 
 logger = logging.getLogger(__name__)
@@ -85,11 +85,7 @@ def make_language_task(splits: Mapping[str, Dataset], columns: Sequence[str] = (
     other = next((column for column in OTHERS if column in reference.column_names), None)
     if other and not columns:
         raise ValueError(f"Column {other!r} holds {OTHERS[other]}, which is not supported. Supported are {SUPPORTED}.")
-    for column in columns:
-        if column not in reference.column_names:
-            raise ValueError(
-                f"--text-column {column}: there is no such column; the columns are {reference.column_names}."
-            )
+    check_columns(reference, columns)
     found = find_format(columns or reference.column_names) or (tuple(columns) if len(columns) == 1 else None)
     if found is None:
         given = f"--text-column {' '.join(columns)}" if columns else f"The columns {reference.column_names}"

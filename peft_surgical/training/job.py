@@ -8,13 +8,22 @@ from __future__ import annotations
 import dataclasses
 import json
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
-from peft_surgical.training.kinds import CAUSAL_LM, LABELLED, METRICS, check_metric
 from peft_surgical.training.methods import METHODS
-from peft_surgical.training.options import Option, check_together, check_value, methods_with, options_of, write_text
+from peft_surgical.training.options import (
+    CAUSAL_LM,
+    LABELLED,
+    METRICS,
+    Option,
+    check_metric,
+    check_options,
+    methods_with,
+    options_of,
+    write_text,
+)
 
 
 JOB_FILE = "job.json"
@@ -230,10 +239,7 @@ class TrainingJob:
     ] = None
 
     def __post_init__(self) -> None:
-        for name, (_, option) in job_options().items():
-            check_value(name, getattr(self, name), option)
-        check_metric(self.metric, METRICS if self.task is None else [self.task])
-        check_together(self)
+        check_options(self)
 
     def learning_rate_for(self, kind: str) -> float:
         """The peak learning rate: the one given, else the method's own for a kind of task."""
@@ -249,7 +255,7 @@ class TrainingJob:
     @property
     def needs_ranking(self) -> bool:
         """Whether layers are chosen by a ranking."""
-        return METHODS[self.method].ranks(self.method_options)
+        return bool(self.ranking or self.score)
 
     def metric_for(self, kind: str) -> str:
         """The metric that the best checkpoint of a kind of task is chosen by, if the one given is of that kind."""
@@ -287,7 +293,5 @@ class TrainingJob:
         return cls(**fields)
 
 
-@cache
-def job_options() -> dict[str, tuple[Any, Option]]:
-    """The type of each field of `TrainingJob` and its option, by the field's name."""
-    return options_of(TrainingJob)
+JOB_OPTIONS = options_of(TrainingJob)
+"""The type of each field of `TrainingJob` and its option, by the field's name."""

@@ -17,10 +17,10 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PrinterCallba
 from trl import SFTConfig, SFTTrainer
 
 from peft_surgical.distributed import shard_by_layer, this_process
-from peft_surgical.training.common import Diverged, JointCheckpoints, load_tokenizer, max_length
 from peft_surgical.training.data import Task
 from peft_surgical.training.formats import as_plain_text, instruction_chat, split_prompt
 from peft_surgical.training.job import TrainingJob
+from peft_surgical.training.prepare import Diverged, JointCheckpoints, load_tokenizer, max_length
 
 
 logger = logging.getLogger(__name__)
@@ -198,10 +198,10 @@ def answer(
     return tokenizer.decode(said[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
 
 
-def measure_beside(run: Any) -> dict[str, Any]:
-    """What the base by itself reaches on the evaluation rows of a `TrainingRun`, if it is still there, and answers to
-    the first of them."""
-    trainer, model, rows = run.trainer, run.model, run.prepared.parts.evaluation
+def measure_beside(run: Any, rows: Dataset) -> dict[str, Any]:
+    """What the base of a `TrainingRun` by itself reaches on rows, if it is still there, and answers to the first of
+    them."""
+    trainer, model = run.trainer, run.model
     found: dict[str, Any] = {}
     if isinstance(model, PeftModel):
         with model.disable_adapter():

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import gc
 import math
-import os
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +17,6 @@ from peft_surgical.compat import TorchDispatchMode, tree_flatten
 from peft_surgical.copies.module import TunedModule
 from peft_surgical.files.encodings import ENCODINGS
 from peft_surgical.methods.saving import live_tensors
-from peft_surgical.ranking.plots import plot_parts
 
 
 @dataclass(frozen=True)
@@ -38,13 +36,6 @@ class Memory:
     def total(self) -> int:
         """The peak, or the sum of what is known."""
         return self.peak or self.weights + self.copies + self.gradients + self.optimizer
-
-
-def plot_memory(path: str | os.PathLike[str], jobs: Mapping[str, Memory], limit: int, device: str) -> None:
-    """Draw the memory of jobs, given by their names, on a device with so many bytes."""
-    parts = ("weights", "copies", "gradients", "optimizer", "activations")
-    bars = {name: {part: getattr(memory, part) or 0 for part in parts} for name, memory in jobs.items()}
-    plot_parts(path, bars, [memory.total for memory in jobs.values()], limit, title=f"Memory in training on {device}")
 
 
 def memory_of(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, is_rounded: bool = False) -> Memory:

@@ -36,7 +36,6 @@ class Method:
     about: str  # what is trained, in a few words
     learning_rate: float  # the default, as our evidence chose it (docs/results.md)
     options: frozenset[str] = frozenset()  # the fields of `TrainingJob` that not all methods understand, and this does
-    ranks: Callable[[Options], bool] = lambda options: False  # whether the layers are chosen by a ranking
     check: Callable[[Options, nn.Module | None], None] = lambda options, model: None
     """A `ValueError` if the options, and the model once it is loaded, do not go together."""
     language_rate: float | None = None  # the default for language models, where it is another
@@ -120,11 +119,6 @@ def configure_lora(model: nn.Module, options: Options, ranking: LayerRanking | N
     return LoraConfig(target_modules=None if known else "all-linear", **shared, **lora)
 
 
-def configure_spafit(model: nn.Module, options: Options, ranking: LayerRanking | None, shared: Shared) -> PeftConfig:
-    """Groups of layers from the bottom up, or by rank: frozen, bias terms, LoRA (Arora and Wang, 2024)."""
-    return spafit_config(options, ranking, shared)
-
-
 def check_spafit(options: Options, model: nn.Module | None) -> None:
     """Check that the groups of layers can be made, and fit the model once it is loaded."""
     from peft_surgical.methods.stratified.strata import resolve_strata
@@ -133,13 +127,15 @@ def check_spafit(options: Options, model: nn.Module | None) -> None:
     if options["ranking"] is not None:
         check_layers(options, model)
     else:
-        config = spafit_config(options, None, {})
+        config = configure_spafit(model, options, None, {})
         if model is not None:
             choose(resolve_strata(model, config), config)
 
 
-def spafit_config(options: Options, ranking: LayerRanking | None, shared: Shared) -> StratifiedConfig:
-    """The config that the options of `--method spafit` describe."""
+def configure_spafit(
+    model: nn.Module | None, options: Options, ranking: LayerRanking | None, shared: Shared
+) -> StratifiedConfig:
+    """Groups of layers from the bottom up, or by rank: frozen, bias terms, LoRA (Arora and Wang, 2024)."""
     from peft_surgical.methods.stratified.config import StratifiedConfig
 
     more: dict[str, Any] = {
@@ -160,38 +156,20 @@ def spafit_config(options: Options, ranking: LayerRanking | None, shared: Shared
 
 
 def spafit_counts(depth: int, group_2: str = "bitfit") -> dict[str, int]:
-    """How many of `depth` ranked layers get LoRA, and how many after them get less: 5 and 4 of 12, in proportion.
-
-    Example:
-
-        >>> spafit_counts(12), spafit_counts(3, "norm")
-        ({'lora': 5, 'bitfit': 4}, {'lora': 1, 'norm': 1})
-    """
+    """How many of `depth` ranked layers get LoRA, and how many after them get less: 5 and 4 of 12, in proportion."""
     return {"lora": default_top_k(depth), group_2: max(1, depth // 3)}
 
 
 def describe_strata_by_rank(ranking: LayerRanking, group_2: str = "bitfit") -> str:
-    """The strata that `StratifiedConfig.by_ranking` makes of a ranking with the default counts, in words.
+    """The strata that `StratifiedConfig.by_ranking` makes of a ranking with the default counts, in words."""
+    from peft_surgical.methods.stratified.config import StratifiedConfig
 
-    Example:
-
-        >>> from peft_surgical.ranking.ranking import LayerRanking
-        >>> print(describe_strata_by_rank(LayerRanking(stack="encoder", scores=[0.1, 0.9, 0.2, 0.5])))
-        Strata by rank: LoRA on layer 1, bias terms of layer 3, layers 0, 2 frozen.
-        In Python: StratifiedConfig.by_ranking(ranking, lora=1, bitfit=1)
-    """
-
-    def listed(indices: list[int]) -> str:
-        return f"layer{'s' if len(indices) > 1 else ''} {', '.join(map(str, sorted(indices)))}"
-
-    counts = spafit_counts(len(ranking.scores), group_2)
-    names = {"lora": "LoRA on", "bitfit": "bias terms of", "norm": "norms of"}
-    order, parts = ranking.order, []
-    for tune, count in counts.items():
-        parts.append(f"{names[tune]} {listed(order[:count])}")
-        order = order[count:]
-    if order:
-        parts.append(f"{listed(order)} frozen")
+    counts, parts = spafit_counts(len(ranking.scores), group_2), []
+    words = {"lora": "LoRA on {}", "bitfit": "bias terms of {}", "norm": "norms of {}", "frozen": "{} frozen"}
+    for stratum in StratifiedConfig.by_ranking(ranking, **counts).strata[ranking.stack]:
+        layers = stratum["layers"]
+        named = f"layer{'s' if len(layers) > 1 else ''} {', '.join(map(str, layers))}"
+        parts.append(words[stratum["tune"]].format(named))
     how = ", ".join(f"{tune}={count}" for tune, count in counts.items())
     return f"Strata by rank: {', '.join(parts)}.\nIn Python: StratifiedConfig.by_ranking(ranking, {how})"
 
@@ -224,7 +202,6 @@ METHODS: dict[str, Method] = {
         "all weights of some layers",
         5e-5,
         frozenset({"top_k", "layers", "stack", "dequantize", "ranking", "score", *OF_A_RANKING, *OF_TURNS, *ROUNDED}),
-        ranks=lambda options: bool(options["ranking"] or options["score"]),
         check=check_layers,
     ),
     "last": Method(
@@ -241,7 +218,6 @@ METHODS: dict[str, Method] = {
         "lower layers frozen, bias terms in the middle, LoRA above",
         2e-4,
         frozenset({"preset", "n1", "n2", "group_2", "target_modules", "ranking", *_LORA}),
-        ranks=lambda options: options["ranking"] is not None,
         check=check_spafit,
     ),
     "columns": Method(configure_columns, "some columns of each linear module", 3e-4, frozenset({"columns"})),

@@ -1,4 +1,4 @@
-"""What an option of the command line is, and the checks that options have in common. Nothing heavy is imported."""
+"""What an option of the command line is, the kinds of task, and the checks of options. Nothing heavy is imported."""
 
 from __future__ import annotations
 
@@ -10,6 +10,18 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 from peft_surgical.training.methods import AUTO, METHODS, OF_A_RANKING
+
+
+CAUSAL_LM = "causal-lm"
+LABELLED = ("classification", "regression")
+
+METRICS: dict[str, tuple[str, ...]] = {
+    "classification": ("accuracy", "f1", "matthews"),
+    "regression": ("pearson", "spearman"),
+    CAUSAL_LM: ("perplexity",),
+}
+"""The metrics of each kind of task, the default one first."""
+LOWER_IS_BETTER = ("loss", "perplexity")
 
 
 @dataclass(frozen=True)
@@ -58,8 +70,7 @@ def write_text(file: Path, text: str) -> None:
     partial.replace(file)
 
 
-def check_value(name: str, value: Any, option: Option) -> None:
-    """Make sure that an option has a value that it may have; else a `ValueError` that names those."""
+def _check_value(name: str, value: Any, option: Option) -> None:
     if value is None:
         return
     if option.choices and value not in option.choices:
@@ -70,8 +81,12 @@ def check_value(name: str, value: Any, option: Option) -> None:
         raise ValueError(f"{flag(name)} {value} must be above 0.")
 
 
-def check_together(job: Any) -> None:
-    """Make sure that the options of a `TrainingJob` do not contradict each other, and that its method has them."""
+def check_options(job: Any) -> None:
+    """Make sure that each option of a `TrainingJob` has a value that it may have, that they do not contradict each
+    other, and that its method has them."""
+    for name, (_, option) in options_of(type(job)).items():
+        _check_value(name, getattr(job, name), option)
+    check_metric(job.metric, METRICS if job.task is None else [job.task])
     if job.layers is not None:
         for name in ("top_k", "ranking", "score"):
             if getattr(job, name) is not None:
@@ -108,3 +123,26 @@ def check_together(job: Any) -> None:
 def methods_with(option: str) -> list[str]:
     """The methods that understand a field of `TrainingJob`; none where all do."""
     return [name for name, method in METHODS.items() if option in method.options]
+
+
+def check_metric(metric: str | None, kinds: Iterable[str], of: str = "") -> None:
+    """Make sure that tasks of one of the kinds can be measured by a metric; else a `ValueError` that names those."""
+    allowed = [*(name for kind in kinds for name in METRICS[kind]), "loss"]
+    if metric is not None and metric not in allowed:
+        raise ValueError(f"--metric {metric}: {of}allowed are {', '.join(allowed)}.")
+
+
+def check_kind(job: Any, kind: str) -> None:
+    """Check the options of a `TrainingJob` that only some kinds of task understand, once the data tell the kind."""
+    options = options_of(type(job))
+    for field in dataclasses.fields(job):
+        kinds = options[field.name][1].kinds
+        if kinds and kind not in kinds and getattr(job, field.name) != field.default:
+            raise ValueError(
+                f"{flag(field.name)} has no meaning for {kind}, which the data are for; it goes with "
+                f"{', '.join(kinds)}."
+            )
+    if kind == CAUSAL_LM and job.method == "head":
+        allowed = ", ".join(name for name in METHODS if name != "head")
+        raise ValueError(f"--method head: a language model has no head of a task; allowed are {allowed}.")
+    job.metric_for(kind)

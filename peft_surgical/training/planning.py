@@ -4,24 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import random
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import psutil
 import torch
-from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.data import DataLoader
-from transformers import Trainer, TrainerCallback
+from transformers import TrainerCallback
 
 from peft_surgical.distributed import this_process
-from peft_surgical.layers import unwrap
-from peft_surgical.methods.report import tuning_report
-from peft_surgical.training.auto import plan_choices
+from peft_surgical.methods.trainer import CHOICES
+from peft_surgical.ranking.plots import plot_parts
 from peft_surgical.training.evaluation import precision_restored
 from peft_surgical.training.job import TrainingJob
 from peft_surgical.training.memory import (
@@ -33,7 +32,6 @@ from peft_surgical.training.memory import (
     let_go,
     memory_of,
     nbytes,
-    plot_memory,
     states_of,
 )
 from peft_surgical.training.methods import AUTO
@@ -84,18 +82,22 @@ class Plan:
     def plot(self, path: str) -> None:
         """Draw the memory by its parts, of this job and of what would need less. Needs matplotlib."""
         jobs = {name: one.memory for name, one in self.choices.items()} or {self.needs or "as asked": self.memory}
-        plot_memory(path, {**jobs, **self.smaller}, self.limit, self.device)
+        jobs |= self.smaller
+        parts = ("weights", "copies", "gradients", "optimizer", "activations")
+        bars = {name: {part: getattr(memory, part) or 0 for part in parts} for name, memory in jobs.items()}
+        peaks = [memory.total for memory in jobs.values()]
+        plot_parts(path, bars, peaks, self.limit, title=f"Memory in training on {self.device}")
 
 
 def plan_before_steps(run: TrainingRun) -> Plan:
     """What can be told of a run whose model is adapted, before it takes a step."""
     device = this_process().device
     is_cuda = device.type == "cuda"
-    layers = [row.bytes for row in tuning_report(unwrap(run.model)).rows if row.index is not None]
+    layers = [row.bytes for row in run.report.rows if row.index is not None]
     has_layers = layers and run.job.method in ("surgical", "last")
     return Plan(
         layers=run.tuned_layers,
-        trained=run.trained_parameters,
+        trained=run.report.parameters,
         parameters=run.total_parameters,
         files=file_sizes(run.model),
         memory=memory_of(run.model, is_rounded=run.job.stochastic_rounding),
@@ -123,7 +125,7 @@ def plan(job: TrainingJob, begin: Callable[[TrainingRun], object] = lambda run: 
     if this_process().num_processes > 1:
         raise ValueError("plan measures one device: start it without accelerate launch.")
     if job.layers == AUTO:
-        return plan_choices(plan, job, begin)
+        return _plan_choices(job, begin)
     with tempfile.TemporaryDirectory() as folder:
         # of one batch each, of which nothing is told or kept
         alone: Any = dict.fromkeys(("log_every", "report_to", "early_stopping", "push_to_hub"))
@@ -135,13 +137,11 @@ def plan(job: TrainingJob, begin: Callable[[TrainingRun], object] = lambda run: 
         run.adapt()
         known = plan_before_steps(run)
         trainer: Any = run.make_trainer()
-        lengths = [len(ids) for ids in trainer.train_dataset["input_ids"][:]]
-        asked = rows = min(job.batch_size, len(lengths))
-        model: Any = run.model
-        can_checkpoint = model.supports_gradient_checkpointing and not job.gradient_checkpointing
+        asked = rows = min(job.batch_size, len(trainer.train_dataset))
+        can_checkpoint = trainer.model.supports_gradient_checkpointing and not job.gradient_checkpointing
         while rows:
             for checkpointing in (False, True)[: 1 + can_checkpoint]:
-                steps = _Steps(job, run.model, trainer, lengths, rows, can_checkpoint, checkpointing)
+                steps = _Steps(job, trainer, rows, can_checkpoint, checkpointing)
                 try:
                     steps.take()
                 except torch.OutOfMemoryError:
@@ -153,22 +153,27 @@ def plan(job: TrainingJob, begin: Callable[[TrainingRun], object] = lambda run: 
     return dataclasses.replace(known, needs=None)
 
 
+def _plan_choices(job: TrainingJob, begin: Callable[[TrainingRun], object]) -> Plan:
+    """The plan of a job with `layers="auto"`; `begin` is called with the run of the first choice."""
+    plans: dict[str, Plan] = {}
+    for choice in CHOICES:
+        found = plan(dataclasses.replace(job, layers=choice), begin if not plans else lambda run: None)
+        gc.collect()
+        if all(found.layers != other.layers for other in plans.values()):
+            plans[choice] = found
+    largest = max(plans.values(), key=lambda one: (one.needs is None, one.memory.total))
+    seconds = [one.seconds for one in plans.values() if one.seconds is not None]
+    return dataclasses.replace(largest, seconds=sum(seconds) if len(seconds) == len(plans) else None, choices=plans)
+
+
 class _Steps(TrainerCallback):
     """Real steps of a trainer on batches of our choice: the longest rows twice, first to make the optimizer's states;
     half of them; the longest with gradient checkpointing; then some rows at random, for the time."""
 
-    def __init__(
-        self,
-        job: TrainingJob,
-        model: nn.Module,
-        trainer: Trainer,
-        lengths: Sequence[int],
-        rows: int,
-        can_checkpoint: bool,
-        checkpointing: bool,
-    ):
-        self.job, self.model, self.trainer, self.lengths, self.rows = job, model, trainer, lengths, rows
+    def __init__(self, job: TrainingJob, trainer: Any, rows: int, can_checkpoint: bool, checkpointing: bool):
+        self.job, self.trainer, self.model, self.rows = job, trainer, trainer.model, rows
         self.checkpointing, self.is_cuda = checkpointing, this_process().device.type == "cuda"
+        lengths = [len(ids) for ids in trainer.train_dataset["input_ids"][:]]
         longest = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)[:rows]
         self.tokens = lengths[longest[0]]
         self.batches = [("first", longest), ("as asked", longest)]
@@ -184,27 +189,23 @@ class _Steps(TrainerCallback):
 
     def take(self) -> None:
         """Take the steps, on a trainer that is left as it was."""
-        trainer: Any = self.trainer
-        rows = [batch for _, batch in self.batches]
+        trainer, rows = self.trainer, [batch for _, batch in self.batches]
         trainer.get_train_dataloader = lambda: DataLoader(
             trainer.train_dataset, batch_sampler=rows, collate_fn=trainer.data_collator
         )
         trainer.args.max_steps, trainer.args.save_strategy = len(rows), "no"
         trainer.compute_loss = self._counting(type(trainer).compute_loss.__get__(trainer))
-        if self.checkpointing:
-            self._set_checkpointing(True)
+        self._set_checkpointing(self.checkpointing)
         trainer.add_callback(self)
         try:
             with self.watching:
                 trainer.train()
         finally:
             trainer.remove_callback(self)
-            if self.checkpointing:
-                self._set_checkpointing(False)
 
     def plan(self, known: Plan, needs: str) -> Plan:
         """What is known before steps, with what they showed."""
-        batches = -(-len(self.lengths) // self.rows)
+        batches = -(-len(self.trainer.train_dataset) // self.rows)
         updates = -(-batches // self.job.gradient_accumulation)
         seconds = [sum(times) / len(times) for times in zip(*self.seconds, strict=True)]
         memory, smaller = self.found.pop("as asked"), self.found
@@ -284,13 +285,12 @@ class _Steps(TrainerCallback):
         return counting
 
     def _set_checkpointing(self, wanted: bool) -> None:
-        model: Any = self.model
         new_name = "activation_checkpointing"  # of transformers 5.24
-        name = new_name if hasattr(model, f"{new_name}_enable") else "gradient_checkpointing"
+        name = new_name if hasattr(self.model, f"{new_name}_enable") else "gradient_checkpointing"
         if wanted:
-            getattr(model, f"{name}_enable")(**{f"{name}_kwargs": {"use_reentrant": False}})
+            getattr(self.model, f"{name}_enable")(**{f"{name}_kwargs": {"use_reentrant": False}})
         else:
-            getattr(model, f"{name}_disable")()
+            getattr(self.model, f"{name}_disable")()
 
     def _now(self) -> float:
         if self.is_cuda:

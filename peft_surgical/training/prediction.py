@@ -10,13 +10,12 @@ from typing import Any
 import torch
 from datasets import Dataset
 
-from peft_surgical.training.common import load_tokenizer, load_trained, max_length
 from peft_surgical.training.data import find_split, read_splits
 from peft_surgical.training.evaluation import read_run
 from peft_surgical.training.formats import find_format, instruction_chat, split_prompt
 from peft_surgical.training.job import TrainingJob
-from peft_surgical.training.kinds import CAUSAL_LM
-from peft_surgical.training.prepare import require_trl
+from peft_surgical.training.options import CAUSAL_LM
+from peft_surgical.training.prepare import load_tokenizer, load_trained, max_length, require_trl
 
 
 def predict(
@@ -57,24 +56,24 @@ def predict(
     job = dataclasses.replace(job, model=model or job.model, seed=seed)
     if bool(texts) == (data is not None):
         raise ValueError("Give either --text or --data: what the model is asked.")
-    columns = task["text_columns"]
-    asked = columns[:1] if task["kind"] == CAUSAL_LM else columns
-    if text_columns and len(text_columns) != len(asked):
-        raise ValueError(f"--text-column {' '.join(text_columns)}: name what the data call {asked}, in this order.")
-    if task["kind"] == CAUSAL_LM:
+    is_language = task["kind"] == CAUSAL_LM
+    asked = task["text_columns"][:1] if is_language else task["text_columns"]
+    named = text_columns or asked
+    if len(named) != len(asked):
+        raise ValueError(f"--text-column {' '.join(named)}: name what the data call {asked}, in this order.")
+    rows = None if data is None else _read_rows(job, data, split, named)
+    if is_language:
         require_trl()
-        prompts = [*texts] if data is None else _read_prompts(job, task, data, split, text_columns)
+        prompts = [*texts] if rows is None else _read_prompts(task, rows, named[0])
         return _answer(folder, job, task, prompts, max_new_tokens, temperature)
-    if data is not None:
-        rows = _read_rows(job, data, split, text_columns or columns)
-        texts = [row[column] or "" for row in rows for column in text_columns or columns]
-    if len(texts) % len(columns):
+    if rows is not None:
+        return _label(folder, job, task, [tuple(row[column] or "" for column in named) for row in rows])
+    if len(texts) % len(asked):
         raise ValueError(
-            f"The model was trained on the two texts {columns}: give --text twice for each pair. It is there "
+            f"The model was trained on the two texts {asked}: give --text twice for each pair. It is there "
             f"{len(texts)} times."
         )
-    pairs = [tuple(texts[i : i + len(columns)]) for i in range(0, len(texts), len(columns))]
-    return _label(folder, job, task, pairs)
+    return _label(folder, job, task, [tuple(texts[i : i + len(asked)]) for i in range(0, len(texts), len(asked))])
 
 
 @torch.inference_mode()
@@ -128,16 +127,11 @@ def _read_rows(job: TrainingJob, data: str, split: str | None, columns: Sequence
     return splits[name]
 
 
-def _read_prompts(
-    job: TrainingJob, task: dict[str, Any], data: str, split: str | None, text_columns: Sequence[str]
-) -> list[Any]:
-    columns = task["text_columns"]
-    first = (text_columns or columns)[0]
-    rows = _read_rows(job, data, split, [first])
-    if find_format(columns) == ("messages",):
-        return [split_prompt({"messages": chat})[0] for chat in rows[first]]
+def _read_prompts(task: dict[str, Any], rows: Dataset, column: str) -> list[Any]:
+    if find_format(task["text_columns"]) == ("messages",):
+        return [split_prompt({"messages": chat})[0] for chat in rows[column]]
     if task["form"] == "instruction":
         more = rows["input"][:] if "input" in rows.column_names else [None] * len(rows)
-        pairs = zip(rows[first][:], more, strict=True)
+        pairs = zip(rows[column][:], more, strict=True)
         return [instruction_chat(*pair)[0]["content"] for pair in pairs]
-    return rows[first][:]
+    return rows[column][:]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from typing import Any
 
@@ -12,16 +12,15 @@ from tqdm import tqdm
 from transformers import ProgressCallback, TrainerCallback
 
 from peft_surgical import __version__
-from peft_surgical.training.common import JointCheckpoints
-from peft_surgical.training.data import Task
-from peft_surgical.training.kinds import CAUSAL_LM
+from peft_surgical.convert.change import table
+from peft_surgical.training.options import CAUSAL_LM
 
 
 class ProgressLines(TrainerCallback):
     """A line after each epoch, with its training loss and how good the model is on the selection rows by a metric; and
     between epochs a line every so many steps, or else seconds."""
 
-    trainer: JointCheckpoints
+    trainer: Any  # a `JointCheckpoints`
 
     def __init__(self, show: Callable[[str], object], metric: str, steps: int | None = None, seconds: float = 0):
         self.show, self.metric, self.steps, self.seconds = show, metric, steps, seconds
@@ -78,12 +77,12 @@ def _is_at_end_of_epoch(state: Any) -> bool:
     return abs(state.epoch - round(state.epoch)) < 1e-6 or state.global_step >= state.max_steps
 
 
-_LIBRARIES = ("torch", "transformers", "peft", "accelerate", "datasets")
-
-
 def make_results(run: Any, evaluation: dict[str, float], beside: dict[str, Any]) -> dict[str, Any]:
     """The content of `metrics.json` of a `TrainingRun`, with what was measured beside the evaluation as it is."""
     task, parts, state = run.prepared.task, run.prepared.parts, run.trainer.state
+    is_language = task.kind == CAUSAL_LM
+    described = ("kind", "text_columns", "label_column", "labels", *(["form"] if is_language else []))
+    libraries = ("torch", "transformers", "peft", "accelerate", "datasets", *(["trl"] if is_language else []))
     selection = None
     if parts.selection is not None:
         best = state.best_model_checkpoint
@@ -96,7 +95,7 @@ def make_results(run: Any, evaluation: dict[str, float], beside: dict[str, Any])
         }
     return {
         "method": run.job.method,
-        "task": _describe_task(task),
+        "task": {name: getattr(task, name) for name in described},
         "metric": run.metric,
         "evaluation": {
             "rows": parts.evaluation_name,
@@ -107,18 +106,18 @@ def make_results(run: Any, evaluation: dict[str, float], beside: dict[str, Any])
         "training": {"rows": parts.train_name, "samples": len(parts.train), "steps": state.global_step},
         "majority": run.majority,
         "layers": run.tuned_layers,
-        "parameters": {"total": run.total_parameters, "trained": run.trained_parameters},
+        "parameters": {"total": run.total_parameters, "trained": run.report.parameters},
         "seconds": {name: round(value, 2) for name, value in run.seconds.items()},
         **beside,
         "files": {file.name: file.stat().st_size for file in sorted(run.folder.glob("*.safetensors"))},
         "history": _history(state.log_history),
-        "versions": {"peft_surgical": __version__, **{name: version(name) for name in _libraries(task)}},
+        "versions": {"peft_surgical": __version__, **{name: version(name) for name in libraries}},
     }
 
 
 def describe_tried(tried: dict[str, Any]) -> str:
     """A table of the choices of layers that `--layers auto` tries; of one that is not tried yet, what it may take."""
-    rows = [("layers", "", tried["metric"], "steps", "seconds", "")]
+    rows: list[Sequence[str]] = []
     done = [found for found in tried["choices"].values() if "seconds" in found]
     pace = sum(found["seconds"] for found in done) / max(1, sum(found["steps"] for found in done))
     for choice, found in tried["choices"].items():
@@ -128,18 +127,7 @@ def describe_tried(tried: dict[str, Any]) -> str:
             seconds = f"{found['seconds']:,.0f}"
         kept = "kept" if choice == tried["kept"] else ""
         rows.append((choice, ", ".join(map(str, found["layers"])), value, f"{found['steps']:,}", seconds, kept))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    aligned = [[f"{cell:{a}{w}}" for cell, a, w in zip(row, "<<>>><", widths, strict=True)] for row in rows]
-    return "\n".join("  ".join(row).rstrip() for row in aligned)
-
-
-def _libraries(task: Task) -> tuple[str, ...]:
-    return (*_LIBRARIES, "trl") if task.kind == CAUSAL_LM else _LIBRARIES
-
-
-def _describe_task(task: Task) -> dict[str, Any]:
-    names = ("kind", "text_columns", "label_column", "labels", *(("form",) if task.form else ()))
-    return {name: getattr(task, name) for name in names}
+    return table(("layers", "", tried["metric"], "steps", "seconds", ""), rows)
 
 
 def _without_prefix(metrics: dict[str, float], prefix: str) -> dict[str, float]:

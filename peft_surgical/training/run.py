@@ -9,13 +9,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from datasets import Dataset
 from peft import get_peft_model
 from torch import nn
 from transformers import EarlyStoppingCallback, TrainerCallback, set_seed
 
 from peft_surgical.distributed import this_process
-from peft_surgical.layers import find_stacks
+from peft_surgical.layers import unwrap
+from peft_surgical.methods.report import tuning_report
 from peft_surgical.methods.rotate import RotateLayers
 from peft_surgical.methods.rounding import round_stochastically
 from peft_surgical.ranking.rank import LayerRanking
@@ -28,19 +28,16 @@ from peft_surgical.training.card import (
     checkpoint_folders,
     is_at_end,
     newest_checkpoint,
+    push,
     remove_checkpoints,
     write_model_card,
 )
-from peft_surgical.training.common import count_steps, max_length
 from peft_surgical.training.evaluation import majority, make_trainer, precision_restored, shared_arguments
-from peft_surgical.training.hub import push
 from peft_surgical.training.job import TrainingJob
-from peft_surgical.training.kinds import CAUSAL_LM, LOWER_IS_BETTER
 from peft_surgical.training.methods import AUTO, METHODS
-from peft_surgical.training.options import write_text
-from peft_surgical.training.prepare import prepare, rank
+from peft_surgical.training.options import CAUSAL_LM, LOWER_IS_BETTER, write_text
+from peft_surgical.training.prepare import count_steps, prepare, rank
 from peft_surgical.training.progress import LossOfEpochs, ProgressLines, make_results
-from peft_surgical.training.tasks import encode
 
 
 class TrainingRun:
@@ -117,10 +114,17 @@ class TrainingRun:
                 "Add --dtype bfloat16, or drop it."
             )
         self.model = model
-        self.tuned_layers = tuned_layers(self.model)
-        # before the weights are sharded
-        self.trained_parameters = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
+        self.report = tuning_report(unwrap(model))  # before the weights are sharded
         return self.model
+
+    @property
+    def tuned_layers(self) -> dict[str, list[int]]:
+        """The layers with anything that is trained, by stack."""
+        layers: dict[str, list[int]] = {}
+        for row in self.report.rows:
+            if row.index is not None:
+                layers.setdefault(row.stack, []).append(row.index)
+        return layers
 
     @precision_restored()
     def fit(self, begin: Callable[[TrainingRun], object] = lambda run: None) -> None:
@@ -142,14 +146,14 @@ class TrainingRun:
     def finish(self) -> dict[str, Any]:
         """Measure on the evaluation rows, save the model, its card and `metrics.json`, and give what this holds."""
         started = time.perf_counter()
-        evaluation = self._encode(self.prepared.parts.evaluation)
+        evaluation = self.prepared.encode(self.prepared.parts.evaluation)
         measured = self.trainer.evaluate(evaluation, metric_key_prefix="final")
         self.seconds["evaluate"] = time.perf_counter() - started
         beside: dict[str, Any] = {}
         if self.is_language:
             from peft_surgical.training.language import measure_beside
 
-            beside = measure_beside(self)
+            beside = measure_beside(self, evaluation)
         beside |= {"tried": self.tried} if self.tried else {}
         self.trainer.save_model(str(self.folder))
         results = make_results(self, measured, beside)
@@ -166,14 +170,14 @@ class TrainingRun:
 
     def make_trainer(self, metric: str | None = None) -> Any:
         """The Trainer of the adapted model, which chooses its best checkpoint by a metric if there is one."""
-        prepared = self.prepared
+        prepared, selection = self.prepared, self.prepared.parts.selection
         arguments = training_arguments(self.job, self.model, metric, prepared.task.kind)
         callbacks = [*self.callbacks, LossOfEpochs()]
         if metric is not None and self.job.early_stopping is not None:
             callbacks.append(EarlyStoppingCallback(self.job.early_stopping))
         if self.job.rotate_every is not None:
             callbacks.append(RotateLayers(self.job.rotate_layers, self.job.rotate_every, seed=self.job.seed))
-        options = {"eval_dataset": self._encode(prepared.parts.selection), "callbacks": callbacks}
+        options = {"eval_dataset": selection and prepared.encode(selection), "callbacks": callbacks}
         if self.is_language:
             from peft_surgical.training.language import make_language_trainer
 
@@ -190,12 +194,6 @@ class TrainingRun:
             trainer.optimizer_cls_and_kwargs = round_stochastically(optimizer, self.job.seed), kwargs
         trainer.args.warmup_steps = round(self.job.warmup * count_steps(self.job, len(trainer.train_dataset)))
         return trainer
-
-    def _encode(self, rows: Dataset | None) -> Dataset | None:
-        if rows is None or self.is_language:  # TRL does it
-            return rows
-        length = max_length(self.job, self.prepared.tokenizer, self.prepared.model)
-        return encode(rows, self.prepared.tokenizer, length)
 
 
 def train(job: TrainingJob, *, resume: bool = False, overwrite: bool = False) -> dict[str, Any]:
@@ -254,12 +252,3 @@ def training_arguments(job: TrainingJob, model: nn.Module, metric: str | None, k
         **({"optim": job.optim} if job.optim else {}),
         **more,
     }
-
-
-def tuned_layers(model: nn.Module) -> dict[str, list[int]]:
-    """The layers with anything that is trained, by stack."""
-    stacks = {
-        stack.name: [layer.index for layer in stack.layers if any(p.requires_grad for p in layer.module.parameters())]
-        for stack in find_stacks(model).values()
-    }
-    return {name: layers for name, layers in stacks.items() if layers}

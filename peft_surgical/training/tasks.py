@@ -10,9 +10,9 @@ from typing import Any
 
 from datasets import ClassLabel, Dataset, Features, Value
 
-from peft_surgical.training.data import Task, find_split
+from peft_surgical.training.data import Task, check_columns, find_split
 from peft_surgical.training.formats import SUPPORTED, is_for_language_model, is_text, make_language_task
-from peft_surgical.training.kinds import CAUSAL_LM
+from peft_surgical.training.options import CAUSAL_LM
 
 
 logger = logging.getLogger(__name__)
@@ -95,7 +95,8 @@ def encode(data: Dataset, tokenizer: Any, max_length: int) -> Dataset:
 def _find_label_column(data: Dataset, named: str | None) -> str:
     columns = data.column_names
     if named is not None:
-        return _existing(data, named, "--label-column")
+        check_columns(data, [named], "--label-column")
+        return named
     found = [c for c in LABELS if c in columns] or [c for c, f in data.features.items() if isinstance(f, ClassLabel)]
     if not found:
         raise ValueError(
@@ -110,7 +111,8 @@ def _find_text_columns(data: Dataset, named: Sequence[str], label: str) -> tuple
     if named:
         if len(named) > 2:
             raise ValueError(f"text_columns={[*named]} are more than two; a task has one text or two.")
-        texts = tuple(_existing(data, c, "--text-column") for c in named)
+        check_columns(data, named)
+        texts = tuple(named)
     else:
         pairs = [pair for pair in TEXT_PAIRS if set(pair) <= set(strings)]
         singles = [(c,) for c in TEXTS if c in strings] or [(c,) for c in strings if len(strings) == 1]
@@ -122,12 +124,6 @@ def _find_text_columns(data: Dataset, named: Sequence[str], label: str) -> tuple
             )
         texts = found[0]
     return texts, tuple(c for c in strings if c not in texts)
-
-
-def _existing(data: Dataset, column: str, option: str) -> str:
-    if column not in data.column_names:
-        raise ValueError(f"{option} {column}: there is no such column; the columns are {data.column_names}.")
-    return column
 
 
 def _check_types(data: Dataset, texts: Sequence[str], label: str) -> None:

@@ -5,12 +5,12 @@ import random
 
 import pytest
 from datasets import Dataset
+from rich.console import Console
 from tiny_task import BAD, GOOD, WORDS, save_base
 from typer.testing import CliRunner
 
 from peft_surgical import LayerRanking
 from peft_surgical.cli import app, demo, demo_data
-from peft_surgical.cli.demo_data import Swapped
 
 
 def tweets():
@@ -59,38 +59,39 @@ def test_the_demo_goes_the_whole_way_and_its_checks_hold(tiny_demo, tmp_path, mo
             results = json.loads((tmp_path / "out" / folder / "metrics.json").read_text())
             assert f"{results['evaluation']['accuracy']:.1%}" in words
             assert (tmp_path / "out" / folder / "adapter_model.safetensors").exists()
-    check_that_touched_swaps_are_counted(tmp_path / "out")
+    check_that_what_was_touched_fails(tmp_path / "out", monkeypatch)
 
 
-@pytest.mark.parametrize(
-    ("swapped", "failed"),
-    [
-        (Swapped(0.001, equal=99, base_equal=True, weights_equal=True), "99 of 100 swaps"),
-        (Swapped(0.001, equal=100, base_equal=False, weights_equal=True), "without a task"),
-        (Swapped(0.001, equal=100, base_equal=True, weights_equal=False), "the encoder's weights"),
-    ],
-)
-def test_a_check_that_fails_makes_the_exit_code_1(tiny_demo, monkeypatch, swapped, failed):
-    for step in ("tune_sentiment", "tune_opinion", "show_costs", "answer"):
+def test_a_check_that_fails_makes_the_exit_code_1(tiny_demo, monkeypatch):
+    for step in ("tune_sentiment", "tune_opinion", "show_costs", "load", "answer"):
         monkeypatch.setattr(demo.Demo, step, lambda *a, **k: None)
-    monkeypatch.setattr(demo_data.Resident, "__init__", lambda *a: None)
-    monkeypatch.setattr(demo_data.Resident, "swap", lambda *a: swapped)
+    monkeypatch.setattr(demo.Demo, "swap", lambda self: self.checks.update({"one holds": True, "one does not": False}))
     words = tiny_demo(code=1)
-    assert f"✗ FAILED: {failed}" in words
+    assert "✗ FAILED: one does not" in words
+    assert "✓ one holds" in words
     assert "What next" not in words
 
 
-def check_that_touched_swaps_are_counted(folder) -> None:
-    """A resident model whose adapter was touched does not pass for the one that was saved."""
-    resident = demo_data.Resident({name: folder / name for name in ("sentiment", "opinion", "opinion-spafit")})
-    assert resident.swap(demo.SENTENCES, 10).equal == 10
-    with resident.bank.task("opinion") as model:
+def check_that_what_was_touched_fails(folder, monkeypatch) -> None:
+    """A resident model whose adapter was touched does not pass for the one that was saved, nor a touched encoder."""
+    run = demo.Demo(Console(quiet=True), folder, demo.QUICK)
+    run.load()
+    monkeypatch.setattr(demo, "SWAPS", 30)
+
+    def swap() -> tuple[int, list[bool]]:
+        run.checks.clear()
+        run.swap()
+        return int(next(iter(run.checks)).split()[0]), [*run.checks.values()]
+
+    assert swap() == (30, [True, True, True])
+    with run.bank.task("opinion") as model:
         parameter = next(p for n, p in model.named_parameters() if "surgical_params" in n)
     parameter.data += 0.5
-    swapped = resident.swap(demo.SENTENCES, 30)
-    assert 0 < swapped.equal < 30
-    assert swapped.base_equal
-    assert swapped.weights_equal
+    equal, checks = swap()
+    assert 0 < equal < 30
+    assert checks == [False, True, True]
+    next(p for name, p in run.weights.items() if name.endswith("query.weight")).data += 0.5
+    assert swap()[1] == [False, False, False]
 
 
 def test_a_head_that_is_as_good_fails_the_check(tiny_demo, monkeypatch):
@@ -109,7 +110,7 @@ def test_a_head_that_is_as_good_fails_the_check(tiny_demo, monkeypatch):
             return {"evaluation": {"accuracy": 0.75, "samples": 60}, "layers": {"encoder": [0, 1]}}
 
     monkeypatch.setattr(demo.Demo, "make_run", lambda self, task, way: Run())
-    for step in ("show_costs", "answer", "swap"):
+    for step in ("show_costs", "load", "answer", "swap"):
         monkeypatch.setattr(demo.Demo, step, lambda *a, **k: None)
     words = tiny_demo(code=1)
     for failed in ("sentiment: every other layer", "opinion: middle layers", "opinion: SPAFIT"):
@@ -117,7 +118,7 @@ def test_a_head_that_is_as_good_fails_the_check(tiny_demo, monkeypatch):
 
 
 def test_the_folder_of_an_earlier_demo_is_written_again(tiny_demo, tmp_path, monkeypatch):
-    for step in ("tune_sentiment", "tune_opinion", "show_costs", "swap", "answer"):
+    for step in ("tune_sentiment", "tune_opinion", "show_costs", "load", "swap", "answer"):
         monkeypatch.setattr(demo.Demo, step, lambda *a, **k: None)
     tiny_demo()
     (tmp_path / "out" / "sentiment").mkdir()

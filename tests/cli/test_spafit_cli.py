@@ -93,6 +93,7 @@ def test_rank_prints_the_strata_that_train_makes_of_the_ranking(run, tmp_path):
 def test_counts_by_rank_are_5_and_4_of_12():
     ranking = LayerRanking(stack="encoder", scores=[float(i) for i in range(12)])
     assert spafit_counts(12) == {"lora": 5, "bitfit": 4}
+    assert spafit_counts(3, "norm") == {"lora": 1, "norm": 1}
     words = describe_strata_by_rank(ranking, "norm")
     assert "LoRA on layers 7, 8, 9, 10, 11, norms of layers 3, 4, 5, 6, layers 0, 1, 2 frozen" in words
 

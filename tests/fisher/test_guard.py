@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from peft_surgical import rank_layers
 from peft_surgical.fisher import DenseGradients, rules
 from peft_surgical.fisher.batches import Batch
-from peft_surgical.fisher.engine import FisherTask, Runner
+from peft_surgical.fisher.engine import Runner
 from peft_surgical.fisher.guard import agree_with_loss
 from peft_surgical.fisher.measure import layer_fisher
 from peft_surgical.fisher.objective import make_objective
@@ -391,8 +391,7 @@ def test_what_a_sample_adds_by_itself_is_kept_without_a_graph_and_only_until_it_
         return [t.norm for layer in layer_fisher(model, layers, [batch], objective).layers for t in layer.values()]
 
     expected = norms(make_objective(model))
-    task = FisherTask(model, layers, make_objective(model))
-    objective = agree_with_loss(Runner(task), [batch], layers[-1])
+    objective = agree_with_loss(Runner(model, make_objective(model)), [batch], layers[-1])
     ((sample, squares),) = objective.alone.items()
     assert 0 < len(squares) < len(list(layers[-1].module.parameters()))
     assert not any(s.requires_grad for s in squares.values())

@@ -104,8 +104,8 @@ def test_texts_have_the_likelihood_of_all_their_tokens(family):
     from peft_surgical.fisher.engine import Runner
 
     assert "labels" not in model_inputs(model, batch, forward_names(model))
-    task = type("Task", (), {"model": model, "objective": make_objective(model)})
-    values, _ = task.objective(Runner(task).forward(batch), batch)
+    objective = make_objective(model)
+    values, _ = objective(Runner(model, objective).forward(batch), batch)
     for n in range(4):
         labels = inputs["labels"][n, 1:] if family == "gpt2" else inputs["labels"][n]
         count = int((labels != -100).sum())
