@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from peft_surgical.compat import tree_flatten, tree_unflatten
 from peft_surgical.fisher.calls import CallLayout, OwnHook, sample_axis, samples_first
 from peft_surgical.fisher.gradients import DenseGradients, ProductGradients, SampleGradients, join
-from peft_surgical.fisher.recompute import LocalCall, local_gradients
+from peft_surgical.fisher.recompute import LocalCall, kept_tensors, local_gradients
 from peft_surgical.fisher.squares import SquareQueue, on_cpu
 from peft_surgical.fisher.targets import CannotTellSamplesApart, HookTarget
 
@@ -81,6 +81,7 @@ class GradientListener:
         self.anchors: list[Tensor] = []
         self._calls: dict[int, int] = {}
         self._local: dict[int, tuple[HookTarget, list[LocalCall]]] = {}
+        self._states: dict[int, dict[str, Any]] = {}
         self._waiting: dict[int, list[SampleGradients]] = {}
         self._arrived: list[tuple[_Use, Tensor]] = []
         self._entries = 0
@@ -92,6 +93,8 @@ class GradientListener:
     def __enter__(self) -> GradientListener:
         for t in self.targets:
             self._handles.append(t.module.register_forward_hook(OwnHook(self._on_forward, t), with_kwargs=True))
+            if not t.rule:
+                self._handles.append(t.module.register_forward_pre_hook(OwnHook(self._before_forward)))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -136,6 +139,9 @@ class GradientListener:
         finally:
             self._paused = False
 
+    def _before_forward(self, module: nn.Module, args: tuple) -> None:
+        self._states[id(module)] = kept_tensors(module)
+
     def _on_forward(self, target: HookTarget, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
         if self._paused or not torch.is_grad_enabled():  # a part of the model without gradients, as a choice of tokens
             return None
@@ -171,7 +177,7 @@ class GradientListener:
             out_axes = list(layout.outputs)
             for x, axis in zip(inputs, axes, strict=True):
                 self._check_size(target, x, axis)
-        call = LocalCall(inputs, axes, spec, out_axes, versions)
+        call = LocalCall(inputs, axes, spec, out_axes, versions, self._states[id(target.module)])
         self._local.setdefault(id(target), (target, []))[1].append(call)
         for k, i in enumerate(floats):
             if layout is not None and out_axes[k] is None:

@@ -35,6 +35,7 @@ class LocalCall:
     spec: TreeSpec  # how to put the arguments together again
     output_axes: list[int | None]  # for each floating-point tensor that was returned
     versions: list[int] = field(default_factory=list)  # how often each argument had been written to
+    state: dict[str, Any] = field(default_factory=dict)  # what the module had kept from calls before, by attribute
     gradients: dict[int, Tensor] = field(default_factory=dict)  # at the outputs, as far as there are any
 
 
@@ -92,8 +93,8 @@ def _vmapped(
         grads = [samples_first(call.gradients[i], call.output_axes[i], samples)[chunk] for i in which]
         axes = [None if axis is None else 0 for axis in call.input_axes]
 
-        def one_sample(own, grads, spec=call.spec, which=which):  # type: ignore[no-untyped-def]
-            pullback = vjp(lambda v: tuple(_outputs(module, v, own, spec)[i] for i in which), values)[1]
+        def one_sample(own, grads, call=call, which=which):  # type: ignore[no-untyped-def]
+            pullback = vjp(lambda v: tuple(_outputs(module, v, own, call)[i] for i in which), values)[1]
             return pullback(tuple(grads))[0]
 
         result = vmap(one_sample, in_dims=(axes, 0))(inputs, grads)
@@ -112,7 +113,7 @@ def _single(
             for x, axis in zip(call.inputs, call.input_axes, strict=True)
         ]
         with torch.enable_grad():
-            outputs = _outputs(module, leaves, own, call.spec)
+            outputs = _outputs(module, leaves, own, call)
         pairs = [
             (outputs[i], samples_first(g, call.output_axes[i], samples)[n])
             for i, g in call.gradients.items()
@@ -129,6 +130,17 @@ def _single(
     return total
 
 
-def _outputs(module: nn.Module, values: Mapping[str, Tensor], inputs: list[Any], spec: TreeSpec) -> list[Tensor]:
-    args, kwargs = tree_unflatten(inputs, spec)
-    return float_tensors(functional_call(module, dict(values), args, kwargs))
+def _outputs(module: nn.Module, values: Mapping[str, Tensor], inputs: list[Any], call: LocalCall) -> list[Tensor]:
+    args, kwargs = tree_unflatten(inputs, call.spec)
+    kept_now = {name: vars(module).get(name) for name in call.state}
+    vars(module).update(call.state)
+    try:
+        return float_tensors(functional_call(module, dict(values), args, kwargs))
+    finally:
+        vars(module).update(kept_now)
+
+
+def kept_tensors(module: nn.Module) -> dict[str, Any]:
+    """The attributes of a module that may be what it keeps from one call to the next, as RecurrentGemma's do."""
+    own = vars(module).items()
+    return {name: value for name, value in own if value is None or type(value) is Tensor}

@@ -408,6 +408,31 @@ def test_what_cannot_be_vmapped_goes_one_sample_at_a_time_and_says_so(caplog):
     assert "one at a time" in caplog.text
 
 
+def test_a_module_that_keeps_what_its_last_call_computed():
+    class Recurrent(nn.Module):
+        """As in RecurrentGemma: the block around it clears the state, and its size is that of the batch."""
+
+        def __init__(self):
+            super().__init__()
+            self.gate, self.state = nn.Parameter(torch.rand(4)), None
+
+        def forward(self, x):
+            for token in x.unbind(1):
+                self.state = token if self.state is None else self.gate * self.state + token
+            return self.state[:, None]
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = Recurrent()
+
+        def forward(self, x):
+            self.inner.state = None
+            return self.inner(x)
+
+    compare(Model(Block()), data(5, 3, 4))
+
+
 def test_samples_that_cannot_be_told_apart_go_through_the_model_one_at_a_time(caplog):
     class Sorted(nn.Module):
         """All tokens of all samples in the order of their first feature: nothing in it has samples in a row."""
