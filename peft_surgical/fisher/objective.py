@@ -282,6 +282,6 @@ def check_values(values: Tensor, batch: Batch) -> None:
 
 def all_finite(gradients: Iterable[Tensor | None]) -> bool:
     """Whether no gradient is NaN or infinite. Waits for the device once."""
-    found = [g for g in gradients if g is not None]
+    found = [g for g in gradients if g is not None and g.numel()]
     largest = torch._foreach_norm(found, math.inf) if found else ()
     return not largest or bool(torch.isfinite(torch.stack([x.to(largest[0]) for x in largest])).all())

@@ -271,6 +271,29 @@ def test_a_rule_that_is_wrong_is_named(dtype, monkeypatch):
     assert rank(model, data, engine="loop")
 
 
+class Faint(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.factor = nn.Parameter(torch.ones(4))
+
+    def forward(self, x):
+        return x + 1e-4 * self.factor * x
+
+
+def test_a_gradient_below_the_last_digit_of_the_others_gives_no_alarm(monkeypatch):
+    """It is rounding, and another in each batch, as that of Doge's decay in bfloat16."""
+
+    def twice(module, inputs, grad_output):
+        return {"factor": DenseGradients(2e-4 * (inputs * grad_output).flatten(1, -2).sum(1))}
+
+    monkeypatch.setitem(rules.RULES, Faint, twice)
+    data = [{"x": torch.randn(n, 4), "labels": n % 3} for n in (7, 7, 7)]
+    model = Layered(lambda: nn.Sequential(nn.Linear(4, 4), nn.Tanh(), Faint()))
+    with pytest.raises(ValueError, match="not that of autograd"):
+        rank(model, data)
+    assert rank(model.bfloat16(), [{**row, "x": row["x"].bfloat16()} for row in data])
+
+
 class Mixing(nn.Module):
     """Between the two layers a sample is scaled by the size of its batch, which no gradient tells."""
 
