@@ -109,8 +109,8 @@ class Guard:
             if len(batch) > 1 and (wrong_alone is None or self._find_wrong(by_hooks, of_copies) is None):
                 raise DependsOnBatch(f"{_ANOTHER.format(self.sample)}, in {wrong}")
             raise ValueError(
-                f"The gradient of sample {self.sample} of the draw is not that of autograd, in {wrong_alone or wrong}. "
-                "Use engine='loop', and please report this model; verify=False leaves out this check."
+                f"The gradient of sample {self.sample} of the draw is not that of autograd, in {wrong_alone or wrong}."
+                " Use engine='loop', and please report this model; verify=False leaves out this check."
             )
 
     def _listen(self, alone: Batch, rows: Callable[[], Rows], parameters: Sequence[nn.Parameter]) -> Squares:
