@@ -176,7 +176,8 @@ class InjectedAdapters:
         config.inference_mode = True
         if hasattr(config, "labels"):  # heads are resized here, and the file was checked before
             config.labels, config.check_base, config.record = None, False, {}
-            vars(config).pop("_source", None)
+            for of_file in ("_source", "_opened"):
+                vars(config).pop(of_file, None)
         peft_model = self._peft_models.get(method)
         with _ValuesLeftOut() if method in _MADE_OF_WEIGHTS else nullcontext():
             if peft_model is None:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from io import FileIO
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,56 +14,42 @@ import torch
 from peft import PeftConfig
 
 from peft_surgical.bank.memory import Layout, Spec, read_all
-from peft_surgical.files.adapter import PACKED, Entry, method_of, tied_keys
+from peft_surgical.files.adapter import PACKED, AdapterTensors, Entry, method_of
 from peft_surgical.files.check import read_header
 from peft_surgical.files.encodings import find_encoding
 from peft_surgical.files.packing import unpack
-from peft_surgical.files.safetensors_io import DTYPES, READERS, Header, checksum
-from peft_surgical.names import own_names
+from peft_surgical.files.safetensors_io import DTYPES, READERS, checksum
 
 
 _WORTH_A_READER = 2**24
 """Bytes for which another thread that reads is worth its start."""
 
 
-class TaskFile:
-    """A safetensors file of which only the header is read until its tensors are asked for.
+class TaskFile(AdapterTensors):
+    """An adapter's file whose tensors are read straight into a buffer.
 
-    No handle stays open. A file that was changed since its header was read, be it while its values are read, is an
-    error, not wrong values.
+    A file that was changed since its header was read, be it while its values are read, is an error, not wrong values.
     """
 
     def __init__(self, path: str | os.PathLike, present_name: Callable[[str], str] = lambda name: name):
-        self.path = Path(path)
+        self._stamp = _stamp(os.stat(path))
         self._checked: set[str] = set()  # checksums are looked at once, for the file may not change
-        try:
-            with open(self.path, "rb") as file:
-                self._stamp = _stamp(file.fileno())
-                entries, start = read_header(file)
-            self.header = Header.parse(entries.pop("__metadata__", None) or {})
-            self._entries = {present_name(name): {**entry, "name": name} for name, entry in entries.items()}
-            self.specs = {n: Spec(DTYPES[e["dtype"]], tuple(e["shape"])) for n, e in self._entries.items()}
-            self._starts = {name: start + entry["data_offsets"][0] for name, entry in self._entries.items()}
-            end = start
-            for name in sorted(self._starts, key=lambda name: (self._starts[name], self.specs[name].nbytes)):
-                if self._starts[name] != end or min(self.specs[name].shape, default=0) < 0:
-                    raise ValueError(f"the tensor {name!r} begins at byte {self._starts[name]} instead of {end}")
-                end += self.specs[name].nbytes
-            self.nbytes = end - start  # of its tensors
-            if end != self._stamp[0]:
-                raise ValueError(f"it has {self._stamp[0]} bytes and should have {end}")
-            self.same: dict[str, str] = {}  # by its name, a tensor that is another one
-            for name, other in tied_keys(self.header, [(name, e["name"]) for name, e in self._entries.items()]):
-                self.also_as(name, present_name(other))
-            self.specs = {name: self.specs[name] for name in own_names(self.specs)}
-        except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
-            raise ValueError(f"{path} cannot be read as a safetensors file ({error}). Copy it again.") from error
+        super().__init__(path, present_name)
+        with open(path, "rb") as file:
+            self._entries, self._start = read_header(file)
+        self.nbytes = self._stamp[0] - self._start  # of its tensors
 
-    def also_as(self, name: str, other: str) -> None:
-        """Let a tensor have another name as well."""
-        self.specs[other], self._entries[other] = self.specs[name], self._entries[name]
-        self._starts[other] = self._starts[name]
-        self.same[other] = self.same.get(name, name)
+    def spec(self, name: str) -> Spec:
+        """Dtype and shape of a tensor."""
+        entry = self._entries[self._key(name)]
+        return Spec(DTYPES[entry["dtype"]], tuple(entry["shape"]))
+
+    @property
+    def same(self) -> dict[str, str]:
+        """By its name, a tensor that is another one."""
+        stored = {key: name for name, key in self.names_in_file.items()}
+        tied = {name: self.stored_as[key] for name, key in self.names_in_file.items() if key in self.stored_as}
+        return {name: stored[key] for name, key in tied.items() if key in stored}
 
     def read(self, layout: Layout, buffer: torch.Tensor) -> None:
         """Read tensors into their places in a buffer on the CPU, packed ones unpacked, others without a copy."""
@@ -86,16 +71,17 @@ class TaskFile:
             for name in names:
                 start, spec = layout.offsets[name], layout.specs[name]
                 part = place = data[start : start + spec.nbytes]
-                if is_packed := name not in self.specs:
+                if is_packed := name not in self:
                     name += PACKED
-                    part = np.empty(self.specs[name].nbytes, np.uint8)
-                read_all(file, self._starts[name], part.data)
-                if self.header is not None and name not in self._checked:
-                    entry = self._entries[name]
+                    part = np.empty(self.spec(name).nbytes, np.uint8)
+                key = self._key(name)
+                entry = self._entries[key]
+                read_all(file, self._start + entry["data_offsets"][0], part.data)
+                if self.header is not None and key not in self._checked:
                     found = checksum(entry["dtype"], entry["shape"], part)
                     self._check_unchanged(file)  # what was changed is not called damaged
-                    self.header.check(entry["name"], found)
-                    self._checked.add(name)
+                    self.header.check(key, found)
+                    self._checked.add(key)
                 if is_packed:
                     place[:] = (
                         unpack(torch.from_numpy(part), spec.shape, spec.dtype).view(-1).view(torch.uint8).numpy()
@@ -103,12 +89,11 @@ class TaskFile:
             self._check_unchanged(file)
 
     def _check_unchanged(self, file: FileIO) -> None:
-        if _stamp(file.fileno()) != self._stamp:
+        if _stamp(os.fstat(file.fileno())) != self._stamp:
             raise ValueError("it was changed after the bank read its header")
 
 
-def _stamp(descriptor: int) -> tuple[int, int, int]:
-    status = os.fstat(descriptor)
+def _stamp(status: os.stat_result) -> tuple[int, int, int]:
     return status.st_size, status.st_mtime_ns, status.st_ino
 
 

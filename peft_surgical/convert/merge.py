@@ -19,7 +19,7 @@ from torch import nn
 from tqdm import tqdm
 from transformers import AutoConfig, AutoTokenizer
 
-from peft_surgical.files.adapter import AdapterFile, method_of, touched_names
+from peft_surgical.files.adapter import AdapterFile, method_of, touched_by
 from peft_surgical.files.base import check_base, without_resized
 from peft_surgical.files.check import checked
 from peft_surgical.files.checkpoint import TASKS, Checkpoint, ModelTensors, architecture_of, bare_class_of, empty_model
@@ -120,7 +120,7 @@ def _merged_part(saved: AdapterFile, old: ModelTensors) -> dict[str, torch.Tenso
 
 
 def _touched(saved: AdapterFile) -> set[str]:
-    return touched_names(saved.file) | {entry.name for entry in saved.entries}
+    return touched_by(saved.entries) | {entry.name for entry in saved.entries}
 
 
 def merged_model(before: Checkpoint, saved: AdapterFile) -> nn.Module:
@@ -149,7 +149,7 @@ def check_adapter(saved: AdapterFile, old: ModelTensors) -> None:
     if config.check_base:
         try:
             record = without_resized(config.record or {}, {n: old.meta(n) for n in old}, old.model, saved.whole)
-            check_base(record, old.model, old, touched_names(saved.file))
+            check_base(record, old.model, old, touched_by(saved.entries))
         except ValueError as error:
             bases = f"{config.base_model_name_or_path!r}, not {old.checkpoint.source}"
             raise ValueError(f"{saved.source} names the base {bases}: {error}") from error

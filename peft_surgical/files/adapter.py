@@ -12,6 +12,7 @@ import inspect
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -69,22 +70,19 @@ class AdapterTensors(TensorFile):
         self.names_in_file = {name: self.names_in_file[name] for name in own_names(self)}
 
 
+@dataclass
 class AdapterFile:
     """A saved adapter of any PEFT method, its tensors by the names that they have in the loaded base."""
 
-    def __init__(
-        self,
-        source: str,
-        folder: str | os.PathLike,
-        config: PeftConfig,
-        present_name: Callable[[str], str] = lambda name: name,  # what a tensor is called here, by its name there
-    ):
-        self.source, self.folder, self.config = source, folder, config
-        path = os.path.join(folder, SAFETENSORS_WEIGHTS_NAME)
-        if not os.path.isfile(path):
-            raise ValueError(f"{source} has no {SAFETENSORS_WEIGHTS_NAME}. Save the adapter again.")
-        self.file = AdapterTensors(path, present_name)
-        self.entries = entries(self.file)
+    source: str
+    folder: str | os.PathLike
+    config: PeftConfig
+    file: AdapterTensors
+
+    @cached_property
+    def entries(self) -> list[Entry]:
+        """The trained tensors in the file."""
+        return entries(self.file)
 
     @property
     def whole(self) -> set[str]:
@@ -132,7 +130,11 @@ def tied_keys(header: Header | None, names: Iterable[tuple[str, str]]) -> list[t
 
 def touched_names(names: Iterable[str]) -> set[str]:
     """The names in the base of the tensors that those of an adapter's file stand for or add to."""
-    found = entries(names)
+    return touched_by(entries(names))
+
+
+def touched_by(found: Collection[Entry]) -> set[str]:
+    """The same, of an adapter's entries."""
     copies = {entry.name for entry in found if entry.is_copy}
     return copies | {f"{e.name.partition('.lora_')[0]}.weight" for e in found if not e.is_copy and ".lora_" in e.name}
 

@@ -105,12 +105,19 @@ class TensorFile(Mapping[str, torch.Tensor]):
 
     def __init__(self, path: str | os.PathLike, present_name: Callable[[str], str] = lambda name: name):
         self.path = Path(path)
-        try:
-            self._file = safe_open(self.path, framework="pt")
-            self.names_in_file = {present_name(name): name for name in self._file.keys()}
-        except (SafetensorError, OSError) as error:
-            raise ValueError(f"{path} cannot be read as a safetensors file ({error}). Copy it again.") from error
+        self.names_in_file = {present_name(name): name for name in self._file.keys()}
         self.stored_as = {}
+
+    @cached_property
+    def _file(self) -> Any:
+        try:
+            return safe_open(self.path, framework="pt")
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"{self.path} cannot be read as a safetensors file ({error}). Copy it again.") from error
+
+    def close(self) -> None:
+        """Let go of the file until a tensor is asked for."""
+        vars(self).pop("_file", None)
 
     def also_as(self, name: str, other: str, present_name: Callable[[str], str] = lambda name: name) -> None:
         """Let a tensor have another name as well; `present_name` gives what that is called here."""

@@ -248,18 +248,21 @@ class DeltaConfig(PeftConfig):
             self.key_mapping = None
 
 
-def open_adapter(source: str | os.PathLike) -> AdapterFile:
+def open_adapter(source: str | os.PathLike, kind: type[AdapterTensors] = AdapterTensors) -> AdapterFile:
     """Open a saved adapter, in a folder or on the hub, to be read tensor by tensor."""
     folder = source if os.path.isdir(source) else download(os.fspath(source), ["adapter_*"])
     config, present_name = read_config(folder)
     with naming_adapter(config):
-        saved = AdapterFile(os.fspath(source), folder, config, present_name)
-        decoded_shapes({name: saved.file.meta(name) for name in saved.file}, {}, None, str(saved.file.path))
+        path = os.path.join(folder, SAFETENSORS_WEIGHTS_NAME)
+        if not os.path.isfile(path):
+            raise ValueError(f"{source} has no {SAFETENSORS_WEIGHTS_NAME}. Save the adapter again.")
+        file = kind(path, present_name)
+        decoded_shapes({name: file.meta(name) for name in file}, {}, None, path)
         if isinstance(config, DeltaConfig):
-            config.take_header(saved.file.header, saved.file.path)
+            config.take_header(file.header, file.path)
             config.forget_saved_names()
-            vars(config)["_opened"] = saved.file  # by the present names
-    return saved
+            vars(config)["_opened"] = file  # by the present names
+    return AdapterFile(os.fspath(source), folder, config, file)
 
 
 def naming_adapter(config: PeftConfig) -> AbstractContextManager[None]:

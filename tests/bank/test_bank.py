@@ -25,7 +25,6 @@ from peft_surgical.bank import DeltaBank, file
 from peft_surgical.bank.file import TaskFile
 from peft_surgical.bank.lock import SwitchLock
 from peft_surgical.bank.memory import Layout, LruBudget, NoRoomError, Spec, parse_budget
-from peft_surgical.files import safetensors_io
 
 
 CONFIGS = {
@@ -420,8 +419,8 @@ def test_two_hundred_tasks_are_registered_by_their_headers_alone(tmp_path, monke
         headers[str(path)] = 8 + int.from_bytes(path.read_bytes()[:8], "little")
     counts: dict[str, int] = {}
     monkeypatch.setattr(file, "open", lambda path, mode: CountedFile(open(path, mode), counts), raising=False)
-    monkeypatch.setattr(safetensors_io, "safe_open", lambda *_, **__: pytest.fail("a file was opened for its tensors"))
-    monkeypatch.setattr(TaskFile, "read", lambda *_: pytest.fail("values were read"))
+    for read in ("read", "__getitem__"):
+        monkeypatch.setattr(TaskFile, read, lambda *_: pytest.fail("values were read"))
     bank = DeltaBank(base())
     for i in range(200):
         bank.add(f"t{i}", tmp_path / f"t{i}")
@@ -442,7 +441,7 @@ def test_what_is_damaged_fails_alone_and_by_name(method, readers, tasks, tmp_pat
     weights = "adapter_model.safetensors"
     data = (tmp_path / "cut" / weights).read_bytes()
     (tmp_path / "cut" / weights).write_bytes(data[:-10])
-    with pytest.raises(ValueError, match="Task 'cut': .*cannot be read as a safetensors file .*it has .* bytes"):
+    with pytest.raises(ValueError, match="Task 'cut': .*cannot be read as a safetensors file .*not fully covered"):
         bank.add("cut", tmp_path / "cut")
     with pytest.raises(ValueError, match="Task 'none': There is no folder .*none"):
         bank.add("none", tmp_path / "none")
@@ -847,7 +846,7 @@ def test_a_file_is_read_into_aligned_places(tmp_path):
     }
     save_file(tensors, tmp_path / "x.safetensors")
     task_file = TaskFile(tmp_path / "x.safetensors")
-    layout = Layout({name: task_file.specs[name] for name in ("b", "c")})
+    layout = Layout({name: task_file.spec(name) for name in ("b", "c")})
     buffer = torch.zeros(layout.nbytes, dtype=torch.uint8)
     task_file.read(layout, buffer)
     views = layout.views(buffer)
