@@ -17,8 +17,7 @@ from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from peft_surgical.bank.file import Task
-from peft_surgical.bank.memory import Spec
+from peft_surgical.bank.memory import Spec, Task
 from peft_surgical.copies.module import TunedModule
 from peft_surgical.files.adapter import method_of
 from peft_surgical.files.check import check_tensors

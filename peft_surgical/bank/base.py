@@ -12,8 +12,7 @@ import torch
 from peft import PeftConfig
 from torch import nn
 
-from peft_surgical.bank.file import Copies, Task, TaskFile
-from peft_surgical.bank.memory import Layout, Spec, structure_of
+from peft_surgical.bank.memory import Copies, Layout, Spec, Task, TaskFile
 from peft_surgical.files.adapter import Entry, touched_by
 from peft_surgical.files.base import check_base, describe_base
 from peft_surgical.files.check import check_tensors, decoded_shapes
@@ -204,3 +203,13 @@ def _refuse_what_no_swap_undoes(config: PeftConfig) -> None:
             f"With {method!r}, PEFT changes the base's own weights, which other tasks use. Save the adapter as a "
             "plain LoRA, by path_initial_model_for_weight_conversion of save_pretrained."
         )
+
+
+def structure_of(module: nn.Module, known: dict[int, nn.Module]) -> nn.Module:
+    """The same tree of modules, with the same tensors, that does not change when modules of the model are wrapped."""
+    if id(module) not in known:
+        twin = known[id(module)] = object.__new__(type(module))
+        twin.__dict__.update(module.__dict__, _parameters=dict(module._parameters), _buffers=dict(module._buffers))
+        children = module._modules.items()
+        twin.__dict__["_modules"] = {n: None if c is None else structure_of(c, known) for n, c in children}
+    return known[id(module)]
