@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 
 from peft_surgical.layers import Layer, Stack, choose_stack, describe_stacks, find_stacks, layer_indices, unwrap
+from peft_surgical.methods.resolve import by_stack_unless_single
 from peft_surgical.methods.stratified.attention_names import attention_names
 
 
@@ -161,13 +162,8 @@ def resolve_strata(model: nn.Module, config: Any) -> list[Stratum]:
 
 
 def plain_strata(strata: Sequence[Stratum], model: nn.Module) -> list[dict] | dict[str, list[dict]]:
-    """Strata as they are stored in a config: a list if the model has one stack only, else lists by stack."""
-    by_stack: dict[str, list[dict]] = {}
-    for stratum in strata:
-        by_stack.setdefault(stratum.stack.name, []).append(stratum.to_dict())
-    if list(by_stack) == list(find_stacks(model)) and len(by_stack) == 1:
-        return next(iter(by_stack.values()))
-    return by_stack
+    """Strata as they are stored in a config."""
+    return by_stack_unless_single([(stratum.stack.name, stratum.to_dict()) for stratum in strata], model)
 
 
 def unite_strata(model: nn.Module, configs: Sequence[Any]) -> list[dict] | dict[str, list[dict]]:
