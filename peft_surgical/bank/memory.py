@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections import OrderedDict
@@ -18,6 +17,7 @@ from accelerate.utils import convert_file_size_to_int
 from peft import PeftConfig
 
 from peft_surgical.files.adapter import PACKED, AdapterTensors, Entry, method_of
+from peft_surgical.files.check import read_header
 from peft_surgical.files.encodings import find_encoding
 from peft_surgical.files.packing import unpack
 from peft_surgical.files.safetensors_io import DTYPES, READERS, checksum
@@ -73,9 +73,7 @@ class TaskFile(AdapterTensors):
         self._checked: set[str] = set()  # checksums are looked at once, for the file may not change
         super().__init__(path, present_name)
         with open(path, "rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            self._entries = json.loads(file.read(length))
-        self._start = 8 + length  # of the tensors
+            self._entries, self._start = read_header(file)
         self.nbytes = self._stamp[0] - self._start  # of its tensors
 
     def spec(self, name: str) -> Spec:

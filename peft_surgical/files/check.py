@@ -2,51 +2,75 @@
 
 from __future__ import annotations
 
+import itertools
+import json
+import mmap
+import os
 import threading
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
 
 from peft_surgical.files.adapter import ERROR, decode_tensors, encoding_of, entry_of, group_parts, part_specs
-from peft_surgical.files.packing import Shape, bits_of
-from peft_surgical.files.safetensors_io import HEADER, Header, TensorFile, naming, reset_mode, written_aside
+from peft_surgical.files.packing import Shape
+from peft_surgical.files.safetensors_io import HEADER, Header, TensorFile, checksum, naming, written_aside
 from peft_surgical.names import SEPARATOR, CopyName, as_plain, own_names
+
+
+def read_header(file: BinaryIO) -> tuple[dict[str, Any], int]:
+    """The header of a safetensors file, and where its data begin."""
+    length = int.from_bytes(file.read(8), "little")
+    if not 2 <= length <= os.fstat(file.fileno()).st_size - 8:
+        raise ValueError("its header is cut off")
+    return json.loads(file.read(length)), 8 + length
 
 
 def add_header(path: Path, base: Mapping[str, Any]) -> str:
     """Put the record of the base and checksums into a safetensors file that has none; gives `Header.saved`.
 
-    Weights that are in it several times are kept once. The file is replaced at once.
+    Weights that are in it several times are kept once. It is replaced at once, by one with the permissions of any new
+    file.
     """
-    file = TensorFile(path)
-    if file.header is not None:
-        return file.header.saved
-    tensors = {name: file[name] for name in sorted(own_names(file), reverse=True)}  # embeddings before heads
-    sums = {name: file.checksum(name, tensor) for name, tensor in tensors.items()}
-    tied = _tied(tensors, sums)
-    kept = {name: tensor for name, tensor in tensors.items() if as_plain(name) not in tied}
-    header = Header(dict(base), {name: sums[name] for name in kept}, tied)
-    with written_aside(path) as aside:
-        save_file(kept, aside, {**file.metadata, HEADER: header.text()})
-        reset_mode(aside)
+    with open(path, "rb") as old:  # not by safetensors, which writes metadata in an order of chance
+        entries, start = read_header(old)
+        metadata = entries.pop("__metadata__", {})
+        if (header := Header.parse(metadata)) is not None:
+            return header.saved
+        data = np.frombuffer(mmap.mmap(old.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)[start:]
+        entries = {name: entries[name] for name in sorted(own_names(entries), reverse=True)}  # embeddings before heads
+        values = {name: data[slice(*entry["data_offsets"])] for name, entry in entries.items()}
+        sums = {name: checksum(entries[name]["dtype"], entries[name]["shape"], values[name]) for name in entries}
+        tied = _tied(entries, sums, values)
+        kept = sorted((n for n in entries if as_plain(n) not in tied), key=lambda n: entries[n]["data_offsets"])
+        header = Header(dict(base), {name: sums[name] for name in kept}, tied)
+        fields = asdict(header) if tied else {"base": header.base, "checksums": header.checksums}
+        metadata[HEADER] = json.dumps(fields, separators=(",", ":"))
+        ends = list(itertools.accumulate(len(values[name]) for name in kept))
+        for name, begin, end in zip(kept, [0, *ends], ends, strict=False):
+            entries[name]["data_offsets"] = [begin, end]
+        text = json.dumps({"__metadata__": metadata, **{n: entries[n] for n in kept}}, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        with written_aside(path) as aside, open(aside, "wb") as new:
+            new.write(len(text).to_bytes(8, "little") + text)
+            for name in kept:
+                new.write(values[name].data)
     return header.saved
 
 
-def _tied(tensors: Mapping[str, torch.Tensor], sums: Mapping[str, int]) -> dict[str, str]:
+def _tied(entries: Mapping[str, Any], sums: Mapping[str, int], values: Mapping[str, np.ndarray]) -> dict[str, str]:
     """The weights that are in a file more than once, by their plain names: embeddings, and a head that shares them."""
     first: dict[Any, dict[str, str]] = {}
     tied: dict[str, str] = {}
-    for name, parts in group_parts({key: key for key in tensors}).items():
+    for name, parts in group_parts({key: key for key in entries}).items():
         is_whole = ".lora_" not in name or CopyName.parse(name) is not None
-        if is_whole and ("" not in parts or tensors[name].ndim > 1):
-            mark = tuple((suffix, sums[key], tensors[key].shape) for suffix, key in sorted(parts.items()))
+        if is_whole and ("" not in parts or len(entries[name]["shape"]) > 1):
+            mark = tuple((suffix, sums[key], str(entries[key]["shape"])) for suffix, key in sorted(parts.items()))
             others = first.setdefault(mark, parts)
-            pairs = [(bits_of(tensors[key]), bits_of(tensors[others[suffix]])) for suffix, key in parts.items()]
-            if others is not parts and all(np.array_equal(*pair) for pair in pairs):
+            if others is not parts and all(np.array_equal(values[key], values[others[s]]) for s, key in parts.items()):
                 tied[name] = as_plain(next(iter(others.values())))
     return tied
 

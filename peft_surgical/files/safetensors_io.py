@@ -68,10 +68,6 @@ class Header:
         """The header in a file's metadata; None of a file that another program wrote."""
         return cls(**json.loads(metadata[HEADER])) if HEADER in metadata else None
 
-    def text(self) -> str:
-        """What the file's metadata have of it."""
-        return json.dumps({n: value for n, value in vars(self).items() if n != "tied" or value}, separators=(",", ":"))
-
     @property
     def saved(self) -> str:
         """What `adapter_config.json` knows the file by."""
@@ -110,7 +106,6 @@ class TensorFile(Mapping[str, torch.Tensor]):
     def __init__(self, path: str | os.PathLike, present_name: Callable[[str], str] = lambda name: name):
         self.path = Path(path)
         self.names_in_file = {present_name(name): name for name in self._file.keys()}
-        self.metadata: dict[str, str] = self._file.metadata() or {}
         self.stored_as = {}
 
     @cached_property
@@ -146,16 +141,12 @@ class TensorFile(Mapping[str, torch.Tensor]):
         key = self._key(name)
         tensor = self._file.get_tensor(key)
         if self.header is not None:
+            data = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
             try:
-                self.header.check(key, self.checksum(key, tensor))
+                self.header.check(key, checksum(self._file.get_slice(key).get_dtype(), tensor.shape, data))
             except ValueError as error:
                 raise ValueError(f"{self.path}: {error}. Copy it again.") from None
         return tensor
-
-    def checksum(self, key: str, tensor: torch.Tensor) -> int:
-        """The checksum of a tensor that was read, by its name in the file."""
-        data = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
-        return checksum(self._file.get_slice(key).get_dtype(), tensor.shape, data)
 
     def meta(self, name: str) -> torch.Tensor:
         """A tensor on the meta device: shape, dtype and size in bytes, from the header alone."""
@@ -170,7 +161,7 @@ class TensorFile(Mapping[str, torch.Tensor]):
     def header(self) -> Header | None:
         """The record of the base and the checksums; None of a file that another program wrote."""
         try:
-            return Header.parse(self.metadata)
+            return Header.parse(self._file.metadata() or {})
         except (ValueError, TypeError, RecursionError) as error:
             raise ValueError(f"{self.path}: its metadata are damaged ({error}). Copy it again.") from error
 
