@@ -19,8 +19,8 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn
 
-from peft_surgical.copies.in_place import TunedInPlace
 from peft_surgical.copies.module import TunedModule
+from peft_surgical.copies.variants import TunedInPlace
 from peft_surgical.names import OWN_TENSORS
 
 

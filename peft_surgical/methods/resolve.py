@@ -15,8 +15,8 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from peft_surgical.compat import ExcludedModule, include_all_linear_layers, parse_pattern
-from peft_surgical.copies.quantised import is_quantised
 from peft_surgical.copies.select import base_modules, bottom, innermost_tuned, matches_any, token_embeddings
+from peft_surgical.copies.variants import is_quantised
 from peft_surgical.layers import Layer, find_stacks
 from peft_surgical.names import RESERVED, CopyName, base_path, without_wrappers
 

@@ -17,9 +17,9 @@ from tqdm import tqdm
 from peft_surgical.compat import check_adapters_not_merged, get_submodules
 from peft_surgical.copies.compute import return_to_fused_path
 from peft_surgical.copies.host import HostedBase
-from peft_surgical.copies.in_place import TunedInPlace
 from peft_surgical.copies.module import TunedModule
 from peft_surgical.copies.select import admit_untied_embeddings, forget_originals
+from peft_surgical.copies.variants import TunedInPlace
 
 
 BASE = "__base__"

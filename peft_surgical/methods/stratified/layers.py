@@ -14,9 +14,9 @@ from peft.tuners.lora import layer as lora
 from peft.tuners.tuners_utils import check_adapters_to_merge
 from torch import nn
 
-from peft_surgical.copies.in_place import TunedInPlace
 from peft_surgical.copies.module import TunedModule
 from peft_surgical.copies.select import zero_bias
+from peft_surgical.copies.variants import TunedInPlace
 from peft_surgical.names import STRATIFIED
 
 
