@@ -89,7 +89,7 @@ class Comparison:
             (
                 name,
                 *(f"{n:,}" if n else "-" for n in (a, b)),
-                _relation(a, b, same),
+                ("equal" if same else "differ") if a and b else "only one",
                 f"{cosine:.3f}".replace("nan", "-"),
             )
             for name, a, b, same, cosine in self.rows
@@ -222,9 +222,3 @@ def _likeness(
 
 def _ratio(of: Group | Inspection) -> float:
     return of.nbytes / of.values_nbytes if of.values_nbytes else 1.0
-
-
-def _relation(first: int, second: int, same: bool) -> str:
-    if not first or not second:
-        return "only one"
-    return "equal" if same else "differ"

@@ -20,9 +20,9 @@ logger = logging.getLogger(__name__)
 
 TUNINGS = ("frozen", "bitfit", "norm", "columns", "lora", "full")
 BIASES = ("other", "all", "none")
-_KEYS = {
+_OPTIONS = {  # what a stratum may say beside its layers
     "bitfit": ("add_bias",),
-    "columns": ("columns", "target_modules"),
+    "columns": ("target_modules", "columns"),
     "lora": ("target_modules", "bias", "add_bias"),
 }
 
@@ -81,7 +81,7 @@ def _check_stratum(item: Any) -> None:
         raise ValueError(f"The stratum {dict(item)!r} lacks {' and '.join(map(repr, sorted(missing)))}.")
     if item["tune"] not in TUNINGS:
         raise ValueError(f"tune={item['tune']!r} in the stratum {dict(item)!r}: allowed are {', '.join(TUNINGS)}.")
-    allowed = _KEYS.get(item["tune"], ())
+    allowed = _OPTIONS.get(item["tune"], ())
     for key in set(item) - {"layers", "tune"}:
         if key not in allowed:
             raise ValueError(
@@ -123,17 +123,9 @@ class Stratum:
 
     def to_dict(self) -> dict[str, Any]:
         """As plain data, the form in a config."""
-        plain: dict[str, Any] = {"layers": list(self.layers), "tune": self.tune}
-        if self.target_modules is not None:
-            targets = self.target_modules
-            plain["target_modules"] = targets if isinstance(targets, str) else list(targets)
-        if self.tune == "lora":
-            plain["bias"] = self.bias
-        if self.columns is not None:
-            plain["columns"] = self.columns
-        if self.add_bias:
-            plain["add_bias"] = True
-        return plain
+        said = {name: getattr(self, name) for name in ("layers", "tune", *_OPTIONS.get(self.tune, ()))}
+        plain = {name: list(value) if isinstance(value, tuple) else value for name, value in said.items()}
+        return {name: value for name, value in plain.items() if value is not None and value is not False}
 
 
 def groups(n1: float, n2: float, depth: int, reference: int | None = None) -> tuple[int, int]:
@@ -246,21 +238,16 @@ def _group_items(config: Any, stack: Stack, reference: int) -> list[Mapping]:
 
 
 def _make_stratum(item: Mapping, stack: Stack, config: Any) -> Stratum:
-    layers = tuple(layer_indices(item["layers"], stack))
     tune = item["tune"]
-    if tune == "columns":
-        targets = item.get("target_modules", config.target_modules) or "all-linear"
-        targets = targets if isinstance(targets, str) else tuple(sorted(targets))
-        return Stratum(stack, layers, tune, targets, columns=item.get("columns", config.columns))
-    if tune not in ("lora", "bitfit"):
-        return Stratum(stack, layers, tune)
-    add_bias = bool(item.get("add_bias", config.add_bias))
-    if tune == "bitfit":
-        return Stratum(stack, layers, tune, add_bias=add_bias)
-    targets = item.get("target_modules", config.target_modules)
-    if targets is not None and not isinstance(targets, str):
-        targets = tuple(sorted(targets))
-    return Stratum(stack, layers, tune, targets, item.get("bias", config.bias_beside_lora), add_bias)
+    of_all = {"target_modules": config.target_modules, "columns": config.columns}
+    of_all |= {"bias": config.bias_beside_lora, "add_bias": config.add_bias}
+    options = {name: item.get(name, of_all[name]) for name in _OPTIONS.get(tune, ())}
+    targets = options.get("target_modules")
+    if tune == "columns" and not targets:
+        options["target_modules"] = "all-linear"
+    elif targets is not None and not isinstance(targets, str):
+        options["target_modules"] = tuple(sorted(targets))
+    return Stratum(stack, tuple(layer_indices(item["layers"], stack)), tune, **options)
 
 
 def _check_cover(stack: Stack, strata: Sequence[Stratum]) -> None:
