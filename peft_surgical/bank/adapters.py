@@ -35,7 +35,6 @@ class TensorSlot:
 
     @property
     def tensor(self) -> torch.Tensor:
-        """What is there."""
         return getattr(self.owner, self.name)
 
     def fill(self, tensor: torch.Tensor | None) -> None:

@@ -39,7 +39,6 @@ class Spec:
 
     @property
     def nbytes(self) -> int:
-        """Its size in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -77,7 +76,6 @@ class TaskFile(AdapterTensors):
         self.nbytes = self._stamp[0] - self._start  # of its tensors
 
     def spec(self, name: str) -> Spec:
-        """Dtype and shape of a tensor."""
         entry = self._entries[self._key(name)]
         return Spec(DTYPES[entry["dtype"]], tuple(entry["shape"]))
 
@@ -253,7 +251,6 @@ class LruBudget(Generic[Key, Value]):
         return values
 
     def put(self, key: Key, value: Value) -> None:
-        """Store the value for which room was set aside."""
         self._values[key] = value
 
     def evict(self, key: Key) -> Value:

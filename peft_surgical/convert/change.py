@@ -64,7 +64,6 @@ class WeightChanges(list[WeightChange]):
         return ("layer", "moved", "most in", "tensors that differ"), rows
 
     def part_table(self) -> Table:
-        """How far each sub-layer moved."""
         rows = [(f"{stack} {layer}", part, f"{moved:.3e}") for (stack, layer, part), moved in self.by_part().items()]
         return ("layer", "sub-layer", "moved"), rows
 

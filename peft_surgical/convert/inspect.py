@@ -44,7 +44,6 @@ class Inspection:
 
     @property
     def nbytes(self) -> int:
-        """The size of all tensors in the file."""
         return sum(group.nbytes for group in self.groups)
 
     @property

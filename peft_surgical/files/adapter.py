@@ -48,7 +48,6 @@ class Entry:
 
     @property
     def encoding(self) -> str:
-        """How it is written."""
         return encoding_of(self.suffixes)
 
     def keys(self) -> dict[str, str]:
@@ -81,7 +80,6 @@ class AdapterFile:
 
     @cached_property
     def entries(self) -> list[Entry]:
-        """The trained tensors in the file."""
         return entries(self.file)
 
     @property

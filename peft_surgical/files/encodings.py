@@ -221,7 +221,6 @@ ENCODINGS: dict[str, Encoding] = {next(iter(kind.dtypes)): kind() for kind in _K
 
 
 def find_encoding(name: str) -> Encoding:
-    """The encoding with a name."""
     if name not in ENCODINGS:
         raise ValueError(f"encoding={name!r} is not known; allowed are {', '.join(['values', 'auto', *ENCODINGS])}.")
     return ENCODINGS[name]

@@ -88,7 +88,6 @@ class RestoresBase(lora.LoraLayer):
     _is_adding = False
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
-        """As in PEFT."""
         if self._is_merging:  # DoRA takes merged adapters out for a moment
             super().merge(safe_merge, adapter_names)
             return
@@ -136,7 +135,6 @@ class RestoresBase(lora.LoraLayer):
         self.merged_adapters.clear()
 
     def update_layer(self, adapter_name: str, *args: Any, **kwargs: Any) -> None:
-        """As in PEFT."""
         self._is_adding = True
         try:
             super().update_layer(adapter_name, *args, **kwargs)

@@ -118,7 +118,6 @@ class Stratum:
 
     @property
     def modules(self) -> list[Layer]:
-        """The layers themselves."""
         return [self.stack.layers[i] for i in self.layers]
 
     def to_dict(self) -> dict[str, Any]:
