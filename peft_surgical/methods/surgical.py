@@ -9,10 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from peft.tuners.tuners_utils import (
-    BaseTunerLayer,
-    check_target_module_exists,
-)
+from peft.tuners.tuners_utils import BaseTunerLayer, check_target_module_exists
 from torch import nn
 
 from peft_surgical.compat import add_peft_type
