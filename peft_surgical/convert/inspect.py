@@ -17,7 +17,7 @@ from peft_surgical.convert.merge import tensors_of_base
 from peft_surgical.convert.page import Table, write_page
 from peft_surgical.files.adapter import ERROR, PACKED, AdapterFile, Entry, method_of
 from peft_surgical.files.encodings import LOSSLESS_HEADER, Rows, difference, find_encoding
-from peft_surgical.files.packing import unpack, unpacked_nbytes
+from peft_surgical.files.packing import unpacked_nbytes
 from peft_surgical.files.safetensors_io import naming
 from peft_surgical.methods.config import naming_adapter, open_adapter
 
@@ -193,9 +193,8 @@ def _values_nbytes(encoding: str, parts: Mapping[str, torch.Tensor]) -> int:
         return nbytes // chosen.dtypes[encoding].itemsize * chosen.entries_per_code * 4
     nbytes = unpacked_nbytes(parts[list(chosen.dtypes)[-1]][LOSSLESS_HEADER:])
     if isinstance(chosen, Rows):  # of which the size of one tells that of all
-        count = unpacked_nbytes(parts[encoding]) // 8
-        total = unpack(parts[encoding], (count,), torch.int64)[:1]
-        nbytes = nbytes // max(1, count - 2) * int(total)
+        index = parts[encoding]
+        nbytes = nbytes // max(1, unpacked_nbytes(index[16:]) // 8) * int(index[:8].clone().view(torch.int64))
     return nbytes
 
 

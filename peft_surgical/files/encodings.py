@@ -81,8 +81,8 @@ class Lossless(Encoding):
 class Rows(Lossless):
     """The rows that differ alone, as `Lossless` writes them, and which they are; restores every bit.
 
-    `rows` holds, packed, the number of all rows, a checksum of the whole tensor, the first row that differs (or 0) and
-    how far each further one is from the one before.
+    `rows` holds the number of all rows and a checksum of the whole tensor, 8 bytes each, and, packed, the first row
+    that differs (or 0) and how far each further one is from the one before.
     """
 
     dtypes = {"rows": torch.uint8, "rows_lossless": torch.uint8}
@@ -94,23 +94,23 @@ class Rows(Lossless):
         differs = is_other.transpose(0, self.dim).flatten(1).any(1).cpu()
         differs[0] |= not differs.any()
         places = differs.nonzero().flatten()
-        header = torch.tensor([len(differs), self._checksum(trained)])
-        index = torch.cat([header, places.diff(prepend=torch.tensor([0]))])
+        header = torch.tensor([len(differs), self._checksum(trained)]).view(torch.uint8)
+        index = torch.cat([header, pack(places.diff(prepend=torch.tensor([0])))])
         parts = super().encode(self._take(trained, places), self._take(base, places))
-        return {which: pack(index), changed: parts["lossless"]}
+        return {which: index, changed: parts["lossless"]}
 
     def decode(self, parts: Mapping[str, torch.Tensor], base: torch.Tensor) -> torch.Tensor:
         which, changed = self.dtypes
-        size = base.shape[self.dim]
-        index = unpack(parts[which], (min(unpacked_nbytes(parts[which]) // 8, size + 2),), torch.int64)
-        places = index[2:].cumsum(0)
+        size, header, packed = base.shape[self.dim], parts[which][:16].cpu(), parts[which][16:]
+        total, crc = header.clone().view(torch.int64).tolist()
+        places = unpack(packed, (min(unpacked_nbytes(packed) // 8, size),), torch.int64).cumsum(0)
         is_within = bool(((places >= 0) & (places < size)).all()) and bool((places.diff() > 0).all())
-        if not len(places) or index[0] != size or not is_within:
+        if not len(places) or total != size or not is_within:
             raise ValueError(f"its numbers of {which} are damaged, or of a tensor with others than {size}")
         values = super().decode({"lossless": parts[changed]}, self._take(base, places))
         whole = as_bytes(base.to(values.dtype)).index_copy(self.dim, places.to(base.device), as_bytes(values))
         whole = whole.view(values.dtype).squeeze(-1)
-        if self._checksum(whole) != index[1]:
+        if self._checksum(whole) != crc:
             raise ValueError(_OTHER_BASE.format(dtype=str(base.dtype).removeprefix("torch.")))
         return whole
 

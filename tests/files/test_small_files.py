@@ -17,7 +17,7 @@ from tiny_models import batch, build
 from peft_surgical import DeltaBank, convert_adapter, inspect_adapter
 from peft_surgical.files.adapter import decode_tensors, encode_tensor
 from peft_surgical.files.encodings import ENCODINGS
-from peft_surgical.files.packing import pack, unpack
+from peft_surgical.files.packing import pack
 
 
 DTYPES = [
@@ -47,10 +47,11 @@ def nbytes(parts) -> int:
 
 def rows_in(part: torch.Tensor) -> tuple[int, list[int]]:
     """The number of rows, and those that are stored, read in plain Python."""
-    planes = zstandard.ZstdDecompressor().decompress(part.numpy().tobytes())
+    data = part.numpy().tobytes()
+    planes = zstandard.ZstdDecompressor().decompress(data[16:])
     count = len(planes) // 8
-    numbers = [int.from_bytes(bytes(planes[plane * count + i] for plane in range(8)), "little") for i in range(count)]
-    return numbers[0], list(itertools.accumulate(numbers[2:]))
+    gaps = [int.from_bytes(bytes(planes[plane * count + i] for plane in range(8)), "little") for i in range(count)]
+    return int.from_bytes(data[:8], "little"), list(itertools.accumulate(gaps))
 
 
 def half_still(dtype: torch.dtype = torch.float32, shape=(96, 128)) -> tuple[torch.Tensor, torch.Tensor]:
@@ -254,8 +255,9 @@ def test_columns_refuse_another_base_and_numbers_that_are_none():
     other[3, 7] += 1
     with pytest.raises(ValueError, match="checksum is wrong"):
         decode_tensors(parts, {"w": other})
-    for numbers in ([40], [40, 0], [39, 0, 7], [40, 0, 7, 0], [40, 0, 41], [40, 0, -1], []):
-        wrong = {**parts, "w:columns": pack(torch.tensor(numbers, dtype=torch.int64))}
+    for total, numbers in ((40, []), (39, [7]), (40, [7, 0]), (40, [41]), (40, [-1]), (40, [2**62] * 4)):
+        header = torch.tensor([total, 0]).view(torch.uint8)
+        wrong = {**parts, "w:columns": torch.cat([header, pack(torch.tensor(numbers, dtype=torch.int64))])}
         with pytest.raises(ValueError, match="'w' cannot be decoded: its (numbers|packed)"):
             decode_tensors(wrong, {"w": base})
 
@@ -289,10 +291,10 @@ def test_rows_that_are_no_rows_are_refused(header, gaps):
     trained = base.clone()
     trained[3] += 1
     parts = encode_tensor("w", trained, base, "rows")
-    crc = int(unpack(parts["w:rows"], (3,), torch.int64)[1])
-    start = [crc if number is None else number for number in header]
+    crc = parts["w:rows"][8:16].clone().view(torch.int64)
+    start = torch.tensor([int(crc) if number is None else number for number in header], dtype=torch.int64)
     gaps = gaps if header == [50, None] else [3]
-    damaged = pack(torch.tensor([*start, *gaps], dtype=torch.int64))
+    damaged = torch.cat([start.view(torch.uint8), pack(torch.tensor(gaps, dtype=torch.int64))])
     with pytest.raises(ValueError, match="'w' cannot be decoded"):
         decode_tensors({**parts, "w:rows": damaged}, {"w": base})
 
