@@ -8,7 +8,6 @@ ones. The suffix has no dot, so it survives PEFT's translation of names.
 
 from __future__ import annotations
 
-import inspect
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,12 +28,6 @@ from peft_surgical.names import PREFIX, SEPARATOR, CopyName, as_plain, own_names
 
 ERROR = "error"
 PACKED = "_zstd"  # after the suffix of a part that zstd has made smaller
-_HUB_OPTIONS = inspect.signature(hf_hub_download).parameters.keys() - {
-    "repo_id",
-    "filename",
-    "subfolder",
-    "user_agent",
-}
 
 
 @dataclass(frozen=True)
@@ -144,15 +137,14 @@ def entry_of(key: str, suffixes: Sequence[str] = ("",)) -> Entry:
 
 
 def weights_file(source: str, subfolder: str | None, options: Mapping[str, Any]) -> str | None:
-    """The safetensors file of an adapter in a folder, or on the hub with these of PEFT's options; None without one."""
+    """The safetensors file of an adapter in a folder, or on the hub with these options of its; None without one."""
     local = os.path.join(source, subfolder or "", SAFETENSORS_WEIGHTS_NAME)
     if os.path.exists(local):
         return local
     if os.path.isdir(source):
         return None
     try:
-        of_hub = {name: value for name, value in options.items() if name in _HUB_OPTIONS}
-        return hf_hub_download(source, SAFETENSORS_WEIGHTS_NAME, subfolder=subfolder, **of_hub)
+        return hf_hub_download(source, SAFETENSORS_WEIGHTS_NAME, subfolder=subfolder, **options)
     except Exception:  # PEFT's own loading follows and says what is wrong
         return None
 
