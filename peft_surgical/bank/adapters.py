@@ -17,10 +17,11 @@ from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from peft_surgical.bank.memory import Spec, Task
+from peft_surgical.bank.memory import Task
 from peft_surgical.copies.module import TunedModule
 from peft_surgical.files.adapter import method_of
 from peft_surgical.files.check import check_tensors
+from peft_surgical.files.safetensors_io import Spec
 from peft_surgical.methods.config import DeltaConfig
 from peft_surgical.methods.wrappers import BASE, adapter_names_in_forward
 from peft_surgical.names import PREFIX, STRATIFIED, SURGICAL, base_path

@@ -12,11 +12,12 @@ import torch
 from peft import PeftConfig
 from torch import nn
 
-from peft_surgical.bank.memory import Copies, Layout, Spec, Task, TaskFile
+from peft_surgical.bank.memory import Copies, Layout, Task, TaskFile
 from peft_surgical.files.adapter import Entry, touched_by
 from peft_surgical.files.base import check_base, describe_base
 from peft_surgical.files.check import check_tensors, decoded_shapes
 from peft_surgical.files.encodings import find_encoding
+from peft_surgical.files.safetensors_io import Spec
 from peft_surgical.methods.config import DeltaConfig, naming_adapter, open_adapter
 from peft_surgical.methods.heads import (
     changed_embeddings,

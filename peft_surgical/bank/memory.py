@@ -20,7 +20,7 @@ from peft_surgical.files.adapter import PACKED, AdapterTensors, Entry, method_of
 from peft_surgical.files.check import read_header
 from peft_surgical.files.encodings import find_encoding
 from peft_surgical.files.packing import unpack
-from peft_surgical.files.safetensors_io import DTYPES, READERS, checksum
+from peft_surgical.files.safetensors_io import READERS, Spec, checksum
 
 
 ALIGNMENT = 256  # bytes; what matrix kernels like best
@@ -28,18 +28,6 @@ _WORTH_A_READER = 2**24  # bytes for which another thread that reads is worth it
 
 Key = TypeVar("Key")
 Value = TypeVar("Value")
-
-
-@dataclass(frozen=True)
-class Spec:
-    """Dtype and shape of a tensor."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
 
 
 class Layout:
@@ -75,10 +63,6 @@ class TaskFile(AdapterTensors):
             self._entries, self._start = read_header(file)
         self.nbytes = self._stamp[0] - self._start  # of its tensors
 
-    def spec(self, name: str) -> Spec:
-        entry = self._entries[self._key(name)]
-        return Spec(DTYPES[entry["dtype"]], tuple(entry["shape"]))
-
     @property
     def same(self) -> dict[str, str]:
         """By its name, a tensor that is another one."""
@@ -105,13 +89,13 @@ class TaskFile(AdapterTensors):
             self._check_unchanged(file)
             for name in names:
                 start, spec = layout.offsets[name], layout.specs[name]
-                part = place = data[start : start + spec.nbytes]
-                if is_packed := name not in self:
-                    name += PACKED
-                    part = np.empty(self.spec(name).nbytes, np.uint8)
-                key = self._key(name)
+                place = data[start : start + spec.nbytes]
+                is_packed = name not in self
+                key = self._key(name + PACKED * is_packed)
                 entry = self._entries[key]
-                read_all(file, self._start + entry["data_offsets"][0], part.data)
+                begin, end = entry["data_offsets"]
+                part = np.empty(end - begin, np.uint8) if is_packed else place
+                read_all(file, self._start + begin, part.data)
                 if self.header is not None and key not in self._checked:
                     found = checksum(entry["dtype"], entry["shape"], part)
                     self._check_unchanged(file)  # what was changed is not called damaged

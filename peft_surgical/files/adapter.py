@@ -101,7 +101,7 @@ class AdapterFile:
     def nbytes(self, entry: Entry) -> int:
         """The size of a tensor in the file, all parts together, in bytes; 0 if it is stored under another name."""
         keys = [key for key in entry.keys().values() if self.file.names_in_file[key] not in self.file.stored_as]
-        return sum(self.file.meta(key).nbytes for key in keys)
+        return sum(self.file.spec(key).nbytes for key in keys)
 
 
 def entries(names: Iterable[str]) -> list[Entry]:
@@ -164,7 +164,7 @@ def write_adapter(
         write_tensors(aside / SAFETENSORS_WEIGHTS_NAME, tensors)
         config.save_pretrained(str(aside), auto_mapping_dict=auto_mapping)
     file = TensorFile(folder / SAFETENSORS_WEIGHTS_NAME)
-    return sum(file.meta(name).nbytes for name in file)
+    return sum(file.spec(name).nbytes for name in file)
 
 
 # ---- encoded tensors

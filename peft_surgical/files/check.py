@@ -90,9 +90,9 @@ def decoded_shapes(
             chosen = encoding_of(parts)
         if chosen == "values":
             dtype = parts[""].dtype
-            own = None if base is None else base.get(entry_of(name).name)
-            is_free = base is None or dtype.is_floating_point
-            needed: dict[str, Any] = {"": (dtype if is_free else getattr(own, "dtype", torch.float32), None)}
+            if base is not None and not dtype.is_floating_point:
+                dtype = getattr(base.get(entry_of(name).name), "dtype", torch.float32)
+            needed: dict[str, Any] = {"": (dtype, None)}
             decoded[name] = torch.Size(parts[""].shape)
         else:
             needed = part_specs(parts, expected.get(name))

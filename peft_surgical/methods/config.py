@@ -258,7 +258,7 @@ def open_adapter(source: str | os.PathLike, kind: type[AdapterTensors] = Adapter
         if not os.path.isfile(path):
             raise ValueError(f"{source} has no {SAFETENSORS_WEIGHTS_NAME}. Save the adapter again.")
         file = kind(path, present_name)
-        decoded_shapes({name: file.meta(name) for name in file}, {}, None, path)
+        decoded_shapes({name: file.spec(name) for name in file}, {}, None, path)
         if isinstance(config, DeltaConfig):
             config.take_header(file.header, file.path)
             config.forget_saved_names()

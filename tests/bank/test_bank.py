@@ -23,7 +23,8 @@ from tiny_models import batch, build
 from peft_surgical import StratifiedConfig, SurgicalConfig
 from peft_surgical.bank import DeltaBank, memory
 from peft_surgical.bank.lock import SwitchLock
-from peft_surgical.bank.memory import Layout, LruBudget, NoRoomError, Spec, TaskFile, parse_budget
+from peft_surgical.bank.memory import Layout, LruBudget, NoRoomError, TaskFile, parse_budget
+from peft_surgical.files.safetensors_io import Spec
 
 
 CONFIGS = {
