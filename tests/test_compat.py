@@ -20,8 +20,8 @@ from torch import nn
 
 import peft_surgical
 from peft_surgical import StratifiedModel, SurgicalModel, compat
-from peft_surgical.copies.in_place import TunedInPlace
 from peft_surgical.copies.module import TunedModule
+from peft_surgical.copies.variants import TunedInPlace
 from peft_surgical.methods.stratified.layers import LoraLinear, StratifiedModule
 
 

@@ -17,11 +17,11 @@ from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from peft_surgical.bank.file import Task
-from peft_surgical.bank.memory import Spec
+from peft_surgical.bank.memory import Task
 from peft_surgical.copies.module import TunedModule
 from peft_surgical.files.adapter import method_of
 from peft_surgical.files.check import check_tensors
+from peft_surgical.files.safetensors_io import Spec
 from peft_surgical.methods.config import DeltaConfig
 from peft_surgical.methods.wrappers import BASE, adapter_names_in_forward
 from peft_surgical.names import PREFIX, STRATIFIED, SURGICAL, base_path
@@ -36,7 +36,6 @@ class TensorSlot:
 
     @property
     def tensor(self) -> torch.Tensor:
-        """What is there."""
         return getattr(self.owner, self.name)
 
     def fill(self, tensor: torch.Tensor | None) -> None:
@@ -176,7 +175,8 @@ class InjectedAdapters:
         config.inference_mode = True
         if hasattr(config, "labels"):  # heads are resized here, and the file was checked before
             config.labels, config.check_base, config.record = None, False, {}
-            vars(config).pop("_source", None)
+            for of_file in ("_source", "_opened"):
+                vars(config).pop(of_file, None)
         peft_model = self._peft_models.get(method)
         with _ValuesLeftOut() if method in _MADE_OF_WEIGHTS else nullcontext():
             if peft_model is None:

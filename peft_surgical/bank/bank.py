@@ -17,9 +17,8 @@ from torch import nn
 from peft_surgical.bank.adapters import InjectedAdapters
 from peft_surgical.bank.base import BaseIndex
 from peft_surgical.bank.cache import BankStats, RemovedError, TaskCache
-from peft_surgical.bank.file import Task
 from peft_surgical.bank.lock import SwitchLock
-from peft_surgical.bank.memory import NoRoomError, parse_budget
+from peft_surgical.bank.memory import NoRoomError, Task, parse_budget
 from peft_surgical.bank.residency import CompiledResidency, EagerResidency
 from peft_surgical.layers import unwrap
 from peft_surgical.methods.heads import apply_label_settings

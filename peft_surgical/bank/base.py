@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from functools import lru_cache
-from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from peft import PeftConfig
-from peft.utils import SAFETENSORS_WEIGHTS_NAME
 from torch import nn
 
-from peft_surgical.bank.file import Copies, Task, TaskFile
-from peft_surgical.bank.memory import Layout, Spec, structure_of
-from peft_surgical.files.adapter import AdapterTensors, Entry, entries, touched_names
+from peft_surgical.bank.memory import Copies, Layout, Task, TaskFile
+from peft_surgical.files.adapter import Entry, touched_by
 from peft_surgical.files.base import check_base, describe_base
 from peft_surgical.files.check import check_tensors, decoded_shapes
 from peft_surgical.files.encodings import find_encoding
-from peft_surgical.files.safetensors_io import download
-from peft_surgical.methods.config import DeltaConfig, naming_adapter, read_config
+from peft_surgical.files.safetensors_io import Spec
+from peft_surgical.methods.config import DeltaConfig, naming_adapter, open_adapter
 from peft_surgical.methods.heads import (
     changed_embeddings,
     embedding_tensors,
@@ -54,29 +51,24 @@ class BaseIndex:
 
     def read_task(self, name: str, adapter: str, source: str | os.PathLike, labels: Mapping[str, Any]) -> Task:
         """Read the config and the header of a saved adapter, and check them; `labels` count if its config has none."""
-        folder = Path(source) if os.path.isdir(source) else download(os.fspath(source), ["adapter_*"])
-        config, present_name = read_config(folder)
+        saved = open_adapter(source, TaskFile)
+        file, config = cast(TaskFile, saved.file), saved.config
         with naming_adapter(config):
             _refuse_what_no_swap_undoes(config)
-        file = TaskFile(folder / SAFETENSORS_WEIGHTS_NAME, present_name)
-        if isinstance(config, DeltaConfig):
-            config.take_header(file.header, file.path)
-        self._take_embeddings(file, config, present_name)
-        if isinstance(config, DeltaConfig):
-            config.forget_saved_names()
-        found = {entry.key: entry for entry in entries(dict.fromkeys(file.specs))}
-        decoded_shapes(file.specs, {}, None, str(file.path))
-        for key, entry in found.items():
-            if entry.encoding != "values" and entry.name not in self.tensors:
+        self._take_embeddings(file, config)
+        stored = {key: file.spec(key) for key in file}
+        found = {entry.key: entry for entry in saved.entries}
+        encoded = [entry for entry in found.values() if entry.encoding != "values"]
+        for entry in encoded:
+            if entry.name not in self.tensors:
                 raise ValueError(
-                    f"{file.path}: the tensor {key!r} is encoded, but the base has none to decode it with."
+                    f"{file.path}: the tensor {entry.key!r} is encoded, but the base has none to decode it with."
                 )
-        is_decoded = {key: e for key, e in found.items() if e.encoding != "values" and e.name in self.tensors}
-        expected = {key: tuple(self.tensors[entry.name].shape) for key, entry in is_decoded.items()}
-        shapes = decoded_shapes(file.specs, expected, self.tensors, str(file.path))
+        expected = {entry.key: tuple(self.tensors[entry.name].shape) for entry in encoded}
+        shapes = decoded_shapes(stored, expected, self.tensors, str(file.path))
         specs = {key: Spec(self._device_dtype(entry, file), tuple(shapes[key])) for key, entry in found.items()}
         kept = {
-            key: file.specs.get(key) or _unpacked_spec(entry, key, expected[entry.key])
+            key: stored.get(key) or _unpacked_spec(entry, key, expected[entry.key])
             for entry in found.values()
             for key in entry.value_keys()
         }
@@ -93,16 +85,17 @@ class BaseIndex:
         if isinstance(config, DeltaConfig):
             with config.naming_itself():
                 if config.check_base:
-                    self._check_base(config.record or {}, touched_names(file.specs))
+                    self._check_base(config.record or {}, touched_by(saved.entries))
                 if task.is_surgical:
                     self._check(task)
+        file.close()  # there may be hundreds of tasks
         return task
 
-    def _take_embeddings(self, file: TaskFile, config: Any, present_name: Callable[[str], str]) -> None:
+    def _take_embeddings(self, file: TaskFile, config: Any) -> None:
         """Make the embeddings that PEFT saved along the task's own, as its head is, if they are not the base's."""
-        along = [key for key in file.specs if key in self._embeddings]
+        along = [key for key in file if key in self._embeddings]
         for key in along:
-            own, spec = self.tensors.get(base_path(key)), file.specs[key]
+            own, spec = self.tensors.get(base_path(key)), file.spec(key)
             if own is not None and own.shape != spec.shape:
                 tokens = spec.shape[0] if spec.shape else 0
                 raise ValueError(
@@ -112,17 +105,14 @@ class BaseIndex:
                 )
         if not along:
             return
-        tensors = AdapterTensors(file.path, present_name)
         own = list(getattr(config, "modules_to_save", None) or [])
         heads = [*own, *head_names(self._model, config.task_type)]
-        if changed := changed_embeddings(tensors, self._model, self.tensors, heads):
+        if changed := changed_embeddings(file, self._model, self.tensors, heads):
             config.modules_to_save = own + changed
-        for other, name in tensors.stored_as.items():
-            if other not in file.specs:
-                file.also_as(next(key for key in file.specs if tensors.names_in_file[key] == name), other)
-        state = {key: tensors[key] for key in along}
+        state = {key: file[key] for key in along}
         take_out_own(state, self._model, config, self.tensors)
-        file.specs = {key: spec for key, spec in file.specs.items() if key not in along or key in state}
+        for key in set(along) - set(state):
+            del file.names_in_file[key]
 
     def _is_same(self, entry: Entry | None, other: Entry | None, specs: Mapping[str, Spec]) -> bool:
         """Whether two tensors that are one in the file are one once decoded."""
@@ -187,7 +177,7 @@ class BaseIndex:
         """The dtype that a tensor is computed with: the base's, or else as PEFT has it, at least float32."""
         if entry.name in self.tensors:
             return self.tensors[entry.name].dtype
-        dtype = file.specs[entry.key].dtype
+        dtype = file.spec(entry.key).dtype
         return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
     def _labels_in(self, task: Task) -> dict[str, Any]:
@@ -214,3 +204,13 @@ def _refuse_what_no_swap_undoes(config: PeftConfig) -> None:
             f"With {method!r}, PEFT changes the base's own weights, which other tasks use. Save the adapter as a "
             "plain LoRA, by path_initial_model_for_weight_conversion of save_pretrained."
         )
+
+
+def structure_of(module: nn.Module, known: dict[int, nn.Module]) -> nn.Module:
+    """The same tree of modules, with the same tensors, that does not change when modules of the model are wrapped."""
+    if id(module) not in known:
+        twin = known[id(module)] = object.__new__(type(module))
+        twin.__dict__.update(module.__dict__, _parameters=dict(module._parameters), _buffers=dict(module._buffers))
+        children = module._modules.items()
+        twin.__dict__["_modules"] = {n: None if c is None else structure_of(c, known) for n, c in children}
+    return known[id(module)]

@@ -13,9 +13,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from peft_surgical.bank.file import Task
 from peft_surgical.bank.lock import keep_whole_in_forks
-from peft_surgical.bank.memory import Layout, LruBudget, NoRoomError, Resident
+from peft_surgical.bank.memory import Layout, LruBudget, NoRoomError, Resident, Task
 from peft_surgical.files.adapter import Entry, decode_tensors
 from peft_surgical.files.safetensors_io import naming
 

@@ -1,36 +1,33 @@
-"""Memory for tasks: how tensors lie in one buffer, and budgets of bytes."""
+"""Tasks: what is known of one before its values are read, its file, and the memory that it takes."""
 
 from __future__ import annotations
 
 import math
+import os
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from io import FileIO
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
+import numpy as np
 import torch
 from accelerate.utils import convert_file_size_to_int
-from torch import nn
+from peft import PeftConfig
+
+from peft_surgical.files.adapter import PACKED, AdapterTensors, Entry, method_of
+from peft_surgical.files.check import read_header
+from peft_surgical.files.encodings import find_encoding
+from peft_surgical.files.packing import unpack
+from peft_surgical.files.safetensors_io import READERS, Spec, checksum
 
 
 ALIGNMENT = 256  # bytes; what matrix kernels like best
+_WORTH_A_READER = 2**24  # bytes for which another thread that reads is worth its start
 
 Key = TypeVar("Key")
 Value = TypeVar("Value")
-
-
-@dataclass(frozen=True)
-class Spec:
-    """Dtype and shape of a tensor."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        """Its size in bytes."""
-        return math.prod(self.shape) * self.dtype.itemsize
 
 
 class Layout:
@@ -46,13 +43,142 @@ class Layout:
         self.own = own
         self.offsets.update({name: self.offsets[other] for name, other in (same or {}).items()})
 
-    def slice(self, buffer: torch.Tensor, name: str) -> torch.Tensor:
-        """The bytes of one tensor in a buffer."""
-        return buffer[self.offsets[name] : self.offsets[name] + self.specs[name].nbytes]
-
     def views(self, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
         """The tensors in a buffer of bytes, by name."""
-        return {n: self.slice(buffer, n).view(spec.dtype).view(spec.shape) for n, spec in self.specs.items()}
+        bytes_of = {n: buffer[start : start + self.specs[n].nbytes] for n, start in self.offsets.items()}
+        return {n: bytes_of[n].view(spec.dtype).view(spec.shape) for n, spec in self.specs.items()}
+
+
+class TaskFile(AdapterTensors):
+    """An adapter's file whose tensors are read straight into a buffer.
+
+    A file that was changed since its header was read, be it while its values are read, is an error, not wrong values.
+    """
+
+    def __init__(self, path: str | os.PathLike, present_name: Callable[[str], str] = lambda name: name):
+        self._stamp = _stamp(os.stat(path))
+        self._checked: set[str] = set()  # checksums are looked at once, for the file may not change
+        super().__init__(path, present_name)
+        with open(path, "rb") as file:
+            self._entries, self._start = read_header(file)
+        self.nbytes = self._stamp[0] - self._start  # of its tensors
+
+    @property
+    def same(self) -> dict[str, str]:
+        """By its name, a tensor that is another one."""
+        stored = {key: name for name, key in self.names_in_file.items()}
+        tied = {name: self.stored_as[key] for name, key in self.names_in_file.items() if key in self.stored_as}
+        return {name: stored[key] for name, key in tied.items() if key in stored}
+
+    def read(self, layout: Layout, buffer: torch.Tensor) -> None:
+        """Read tensors into their places in a buffer on the CPU, packed ones unpacked, others without a copy."""
+        data = buffer.numpy()
+        names = layout.own
+        readers = min(READERS, 1 + layout.nbytes // _WORTH_A_READER, len(names))
+        try:
+            if readers < 2:
+                self._read_some(names, layout, data)
+                return
+            with ThreadPoolExecutor(readers) as pool:
+                list(pool.map(lambda n: self._read_some(names[n::readers], layout, data), range(readers)))
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{self.path} cannot be read ({error}). Copy it again and add the task anew.") from error
+
+    def _read_some(self, names: Sequence[str], layout: Layout, data: np.ndarray) -> None:
+        with open(self.path, "rb", buffering=0) as file:
+            self._check_unchanged(file)
+            for name in names:
+                start, spec = layout.offsets[name], layout.specs[name]
+                place = data[start : start + spec.nbytes]
+                is_packed = name not in self
+                key = self._key(name + PACKED * is_packed)
+                entry = self._entries[key]
+                begin, end = entry["data_offsets"]
+                part = np.empty(end - begin, np.uint8) if is_packed else place
+                read_all(file, self._start + begin, part.data)
+                if self.header is not None and key not in self._checked:
+                    found = checksum(entry["dtype"], entry["shape"], part)
+                    self._check_unchanged(file)  # what was changed is not called damaged
+                    self.header.check(key, found)
+                    self._checked.add(key)
+                if is_packed:
+                    place[:] = (
+                        unpack(torch.from_numpy(part), spec.shape, spec.dtype).view(-1).view(torch.uint8).numpy()
+                    )
+            self._check_unchanged(file)
+
+    def _check_unchanged(self, file: FileIO) -> None:
+        if _stamp(os.fstat(file.fileno())) != self._stamp:
+            raise ValueError("it was changed after the bank read its header")
+
+
+def _stamp(status: os.stat_result) -> tuple[int, int, int]:
+    return status.st_size, status.st_mtime_ns, status.st_ino
+
+
+def read_all(file: FileIO, start: int, target: memoryview) -> None:
+    """Fill a buffer from a place in a file."""
+    file.seek(start)
+    done = 0
+    while done < len(target):
+        count = file.readinto(target[done:])
+        if not count:
+            raise ValueError("it is cut off")
+        done += count
+
+
+@dataclass(eq=False)
+class Task:
+    """What the bank knows of one addition of a task. Another one under the same name is another `Task`."""
+
+    name: str
+    adapter: str  # what it is called in the model, which no two additions share
+    config: PeftConfig
+    file: TaskFile
+    entries: dict[str, Entry]  # by their plain names in the file
+    layout: Layout  # on the device, by their plain names in the file
+    stored: Layout  # of the file's tensors in host memory, packed ones unpacked
+    copies: Copies = field(default_factory=dict)  # for the SURGICAL method
+    heads: list[str] = field(default_factory=list)  # likewise, the names in the base of its head's tensors
+    labels: dict[str, Any] = field(default_factory=dict)  # number and names; empty for the base's own
+    whole: set[str] = field(default_factory=set)  # the modules in whose place it has others, by path
+    tuned: set[str] = field(default_factory=set)  # those that it tunes in any other way, and all around them
+    is_removed: bool = False  # nothing of it is kept from then on
+
+    @property
+    def is_lossless(self) -> bool:
+        """Whether decoding is work for the CPU, so that host memory holds decoded values."""
+        return any(e.encoding != "values" and not find_encoding(e.encoding).lossy for e in self.entries.values())
+
+    @property
+    def is_surgical(self) -> bool:
+        """Whether it has copies alone, beside a head."""
+        return method_of(self.config) == "SURGICAL"
+
+    def head_shapes(self, base: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:
+        """The shapes of what stands in the place of whole tensors of the base, by their names there."""
+        shapes = {e.name: self.layout.specs[key].shape for key, e in self.entries.items() if not e.is_copy}
+        return {name: shape for name, shape in shapes.items() if name in base}
+
+
+Copies = dict[str, tuple[list[str], bool]]
+"""By path: the names of the tensors that are copied, and whether the module is a layer that is tuned in place."""
+
+
+@dataclass
+class Resident:
+    """A task's tensors on the device."""
+
+    tensors: dict[str, torch.Tensor]  # by their plain names in the file; all of them lie in the buffer
+    buffer: torch.Tensor
+    is_ready: torch.cuda.Event | None = None  # on a GPU, after which they may be read
+
+    def use(self) -> None:
+        """Let the current stream read the tensors once they are there, and keep their memory until it has."""
+        if self.is_ready is not None:
+            stream = torch.cuda.current_stream(self.buffer.device)
+            stream.wait_event(self.is_ready)
+            self.buffer.record_stream(stream)
 
 
 class NoRoomError(ValueError):
@@ -109,7 +235,6 @@ class LruBudget(Generic[Key, Value]):
         return values
 
     def put(self, key: Key, value: Value) -> None:
-        """Store the value for which room was set aside."""
         self._values[key] = value
 
     def evict(self, key: Key) -> Value:
@@ -136,40 +261,3 @@ def parse_budget(budget: int | str | None) -> int | None:
         raise ValueError(
             f"budget={budget!r} must be a number of bytes, or a text such as '2GB' or '512MiB'."
         ) from None
-
-
-@dataclass
-class Resident:
-    """A task's tensors on the device."""
-
-    tensors: dict[str, torch.Tensor]  # by their plain names in the file; all of them lie in the buffer
-    buffer: torch.Tensor
-    is_ready: torch.cuda.Event | None = None  # on a GPU, after which they may be read
-
-    def use(self) -> None:
-        """Let the current stream read the tensors once they are there, and keep their memory until it has."""
-        if self.is_ready is not None:
-            stream = torch.cuda.current_stream(self.buffer.device)
-            stream.wait_event(self.is_ready)
-            self.buffer.record_stream(stream)
-
-
-def read_all(file: FileIO, start: int, target: memoryview) -> None:
-    """Fill a buffer from a place in a file."""
-    file.seek(start)
-    done = 0
-    while done < len(target):
-        count = file.readinto(target[done:])
-        if not count:
-            raise ValueError("it is cut off")
-        done += count
-
-
-def structure_of(module: nn.Module, known: dict[int, nn.Module]) -> nn.Module:
-    """The same tree of modules, with the same tensors, that does not change when modules of the model are wrapped."""
-    if id(module) not in known:
-        twin = known[id(module)] = object.__new__(type(module))
-        twin.__dict__.update(module.__dict__, _parameters=dict(module._parameters), _buffers=dict(module._buffers))
-        children = module._modules.items()
-        twin.__dict__["_modules"] = {n: None if c is None else structure_of(c, known) for n, c in children}
-    return known[id(module)]

@@ -12,9 +12,9 @@ from torch import nn
 
 from peft_surgical.bank.adapters import AdapterSlots, InjectedAdapters, TensorSlot, slots_in
 from peft_surgical.bank.cache import TaskCache
-from peft_surgical.bank.file import Copies, Task
-from peft_surgical.bank.memory import Layout, NoRoomError, Spec
+from peft_surgical.bank.memory import Copies, Layout, NoRoomError, Task
 from peft_surgical.files.adapter import entry_of
+from peft_surgical.files.safetensors_io import Spec
 from peft_surgical.names import PREFIX, SURGICAL, CopyName, as_attribute
 
 

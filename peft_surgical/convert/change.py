@@ -64,7 +64,6 @@ class WeightChanges(list[WeightChange]):
         return ("layer", "moved", "most in", "tensors that differ"), rows
 
     def part_table(self) -> Table:
-        """How far each sub-layer moved."""
         rows = [(f"{stack} {layer}", part, f"{moved:.3e}") for (stack, layer, part), moved in self.by_part().items()]
         return ("layer", "sub-layer", "moved"), rows
 
@@ -158,16 +157,12 @@ def _compare(base: torch.Tensor | None, tuned: torch.Tensor) -> tuple[float, flo
         return math.nan, math.nan, True
     squares = norms = 0.0
     differs = False
-    for before, after in zip(_chunks(base), _chunks(tuned), strict=True):
+    for before, after in zip(base.reshape(-1).split(CHUNK), tuned.reshape(-1).split(CHUNK), strict=True):
         differs = differs or not _same_bits(before, after)
         old, new = _wide(before), _wide(after)
         squares += float((new - old).square().sum())
         norms += float(old.square().sum())
     return math.sqrt(squares), math.sqrt(norms), differs
-
-
-def _chunks(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
-    return tensor.reshape(-1).split(CHUNK)
 
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import send_to_device
 from peft import LoraConfig, PeftConfig, PeftModel
 from peft.utils.constants import DUMMY_TARGET_MODULES
 from torch import nn
@@ -194,7 +195,8 @@ def distil_scales(
     """
     adapter = model.active_adapters[0]
     matrices = _matrices(model, adapter)
-    inputs = [_inputs(batch, model) for batch in batches]
+    inputs = [{k: v for k, v in batch.items() if k not in ("labels", "label")} for batch in batches]
+    inputs = send_to_device(inputs, next(model.parameters()).device)
     if not matrices or not inputs:
         what = f"adapter {adapter!r} has no matrix to encode" if inputs else "there is no batch to imitate it on"
         raise ValueError(f"No step sizes can be found: {what}.")
@@ -237,12 +239,6 @@ def _matrices(model: nn.Module, adapter: str) -> dict[str, _Signs]:
                 if isinstance(copy, nn.Parameter) and copy.ndim >= 2 and copy.is_floating_point():
                     found.setdefault(names[id(copy)], _Signs.of(copy, base))
     return found
-
-
-def _inputs(batch: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
-    device = next(model.parameters()).device
-    kept = {key: value for key, value in batch.items() if key not in ("labels", "label")}
-    return {key: value.to(device) if isinstance(value, torch.Tensor) else value for key, value in kept.items()}
 
 
 def output_of(result: Any) -> torch.Tensor:

@@ -16,7 +16,7 @@ from peft_surgical.convert.convert import base_of
 from peft_surgical.convert.merge import tensors_of_base
 from peft_surgical.convert.page import Table, write_page
 from peft_surgical.files.adapter import ERROR, PACKED, AdapterFile, Entry, method_of
-from peft_surgical.files.encodings import LOSSLESS_HEADER, difference, find_encoding
+from peft_surgical.files.encodings import LOSSLESS_HEADER, Rows, difference, find_encoding
 from peft_surgical.files.packing import unpacked_nbytes
 from peft_surgical.files.safetensors_io import naming
 from peft_surgical.methods.config import naming_adapter, open_adapter
@@ -44,7 +44,6 @@ class Inspection:
 
     @property
     def nbytes(self) -> int:
-        """The size of all tensors in the file."""
         return sum(group.nbytes for group in self.groups)
 
     @property
@@ -89,7 +88,7 @@ class Comparison:
             (
                 name,
                 *(f"{n:,}" if n else "-" for n in (a, b)),
-                _relation(a, b, same),
+                ("equal" if same else "differ") if a and b else "only one",
                 f"{cosine:.3f}".replace("nan", "-"),
             )
             for name, a, b, same, cosine in self.rows
@@ -193,8 +192,8 @@ def _values_nbytes(encoding: str, parts: Mapping[str, torch.Tensor]) -> int:
         nbytes = parts[encoding].nbytes if packed is None else unpacked_nbytes(packed)
         return nbytes // chosen.dtypes[encoding].itemsize * chosen.entries_per_code * 4
     nbytes = unpacked_nbytes(parts[list(chosen.dtypes)[-1]][LOSSLESS_HEADER:])
-    if encoding == "rows":  # of which the size of one tells that of all
-        index = parts["rows"]
+    if isinstance(chosen, Rows):  # of which the size of one tells that of all
+        index = parts[encoding]
         nbytes = nbytes // max(1, unpacked_nbytes(index[16:]) // 8) * int(index[:8].clone().view(torch.int64))
     return nbytes
 
@@ -221,9 +220,3 @@ def _likeness(
 
 def _ratio(of: Group | Inspection) -> float:
     return of.nbytes / of.values_nbytes if of.values_nbytes else 1.0
-
-
-def _relation(first: int, second: int, same: bool) -> str:
-    if not first or not second:
-        return "only one"
-    return "equal" if same else "differ"

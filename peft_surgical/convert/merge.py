@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import transformers
@@ -19,7 +19,7 @@ from torch import nn
 from tqdm import tqdm
 from transformers import AutoConfig, AutoTokenizer
 
-from peft_surgical.files.adapter import AdapterFile, method_of, touched_names
+from peft_surgical.files.adapter import AdapterFile, method_of, touched_by
 from peft_surgical.files.base import check_base, without_resized
 from peft_surgical.files.check import checked
 from peft_surgical.files.checkpoint import TASKS, Checkpoint, ModelTensors, architecture_of, bare_class_of, empty_model
@@ -120,7 +120,7 @@ def _merged_part(saved: AdapterFile, old: ModelTensors) -> dict[str, torch.Tenso
 
 
 def _touched(saved: AdapterFile) -> set[str]:
-    return touched_names(saved.file) | {entry.name for entry in saved.entries}
+    return touched_by(saved.entries) | {entry.name for entry in saved.entries}
 
 
 def merged_model(before: Checkpoint, saved: AdapterFile) -> nn.Module:
@@ -149,7 +149,7 @@ def check_adapter(saved: AdapterFile, old: ModelTensors) -> None:
     if config.check_base:
         try:
             record = without_resized(config.record or {}, {n: old.meta(n) for n in old}, old.model, saved.whole)
-            check_base(record, old.model, old, touched_names(saved.file))
+            check_base(record, old.model, old, touched_by(saved.entries))
         except ValueError as error:
             bases = f"{config.base_model_name_or_path!r}, not {old.checkpoint.source}"
             raise ValueError(f"{saved.source} names the base {bases}: {error}") from error
@@ -180,20 +180,16 @@ def _architecture(config: Any, saved: AdapterFile, record: Mapping[str, Any]) ->
     return next((bare + ending for ending in endings if hasattr(transformers, bare + ending)), own)
 
 
-class _Replacement(NamedTuple):
-    """What an adapter has for a tensor of the model: its dtype, and the function from the base's value to its own."""
-
-    dtype: torch.dtype
-    value: Callable[[torch.Tensor | None], torch.Tensor]
+_Replacement = Callable[[torch.Tensor | None], torch.Tensor]
+"""What an adapter has for a tensor of the model, from the base's value, which it may not need."""
 
 
 def _from_file(saved: AdapterFile) -> dict[str, _Replacement]:
-    own = [(e, saved.file.meta(next(iter(e.keys().values())))) for e in saved.entries if e.key not in saved.of_base]
-    return {e.name: _Replacement(meta.dtype, functools.partial(saved.decode, e)) for e, meta in own}
+    return {e.name: functools.partial(saved.decode, e) for e in saved.entries if e.key not in saved.of_base}
 
 
 def _from_memory(merged: Mapping[str, torch.Tensor]) -> dict[str, _Replacement]:
-    return {n: _Replacement(t.dtype, lambda base, own=t: own) for n, t in merged.items()}  # type: ignore[misc]
+    return {name: lambda base, own=tensor: own for name, tensor in merged.items()}  # type: ignore[misc]
 
 
 class _Merge:
@@ -278,7 +274,7 @@ class _Merge:
         if source not in self.before:
             replacement = self._replacement(source)
             assert replacement is not None
-            return self.shapes[source].to("meta", replacement.dtype)
+            return self.shapes[source].to("meta", replacement(None).dtype)
         stored = self.before.meta(source)
         names = self.old.names.get(source, [])
         is_itself = names and self.old.group_of(source) == [source] and len(names) == 1
@@ -293,7 +289,7 @@ class _Merge:
         values = {}
         for name in names or [source]:
             base, replacement = self.old.get(name), self._replacement(name)
-            value = base if replacement is None else replacement.value(base)
+            value = base if replacement is None else replacement(base)
             assert value is not None
             values[name] = value.detach()
         self._converted.update(self.old.in_checkpoint(source, values) if names else values)

@@ -53,7 +53,7 @@ class Fleet(list[Packed]):
                 f"{p.nbytes_tuned:,}",
                 f"{p.nbytes:,}",
                 f"{p.nbytes / p.nbytes_tuned:.3f}",
-                _said(p),
+                f"off by {p.difference:.1e}" if p.difference else "equal",
             )
             for p in done
         ]
@@ -170,7 +170,3 @@ def _make_up(model: Any) -> dict[str, torch.Tensor]:
 def _ask(model: Any, inputs: Mapping[str, Any]) -> torch.Tensor:
     # of a copy: what is mapped from a file may lie at any address, and kernels round otherwise at some
     return output_of(copy.deepcopy(model)(**inputs))
-
-
-def _said(packed: Packed) -> str:
-    return f"off by {packed.difference:.1e}" if packed.difference else "equal"

@@ -201,29 +201,26 @@ def run_by_rows(
     else than one tensor with the rows first."""
     if len(set(adapter_names)) == 1:
         return module_for(adapter_names[0])(*args, **kwargs)
-    kind = type(base).__name__
     is_one_tensor = len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor)
     if not is_one_tensor or any(True for _ in base.children()):
-        raise TypeError(
-            f"A {kind} takes more than one tensor, so the rows of different adapters cannot be told apart in it. Run "
-            "a batch per adapter, or tune other modules."
-        )
+        raise _rows_unknown(base, "takes more than one tensor")
     x = args[0]
     if len(x) != len(adapter_names):
-        raise TypeError(
-            f"A {kind} sees {len(x)} rows where the batch has {len(adapter_names)} (experts see flattened tokens, "
-            "position embeddings one row for all), so the rows of different adapters cannot be told apart in it. Run "
-            "a batch per adapter, or tune other modules."
-        )
+        why = "experts see flattened tokens, position embeddings one row for all"
+        raise _rows_unknown(base, f"sees {len(x)} rows where the batch has {len(adapter_names)} ({why})")
     out = None
     for name in dict.fromkeys(adapter_names):
         rows = torch.tensor([i for i, other in enumerate(adapter_names) if other == name], device=x.device)
         part = module_for(name)(x[rows])
         if not isinstance(part, torch.Tensor) or len(part) != len(rows):
-            raise TypeError(
-                f"A {kind} does not give one output per row, so the rows of different adapters cannot be told apart "
-                "in it. Run a batch per adapter."
-            )
+            raise _rows_unknown(base, "does not give one output per row")
         out = part.new_empty(len(x), *part.shape[1:]) if out is None else out
         out[rows] = part
     return out
+
+
+def _rows_unknown(base: nn.Module, why: str) -> TypeError:
+    return TypeError(
+        f"A {type(base).__name__} {why}, so the rows of different adapters cannot be told apart in it. Run a batch "
+        "per adapter, or tune other modules."
+    )

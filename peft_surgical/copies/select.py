@@ -19,8 +19,8 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn
 
-from peft_surgical.copies.in_place import TunedInPlace
 from peft_surgical.copies.module import TunedModule
+from peft_surgical.copies.variants import TunedInPlace
 from peft_surgical.names import OWN_TENSORS
 
 
@@ -34,7 +34,8 @@ def tunable_modules(path: str, module: nn.Module) -> Iterator[tuple[str, list[st
     does), so it is taken as a whole.
     """
     inner = bottom(module)
-    if own_tensor_names(inner) or any(_is_uncallable(child) for child in inner.children()):
+    lists = [child for child in inner.children() if isinstance(child, (nn.ParameterList, nn.ParameterDict))]
+    if own_tensor_names(inner) or any(map(own_tensor_names, lists)):
         yield path, tensor_names(inner)
     else:
         for name, child in inner.named_children():
@@ -192,8 +193,3 @@ def admit_untied_embeddings(model: Any) -> None:
 def _is_read(name: str, module: nn.Module) -> bool:
     """Whether a module's parent reads its tensors instead of calling it."""
     return isinstance(module, (nn.ParameterList, nn.ParameterDict)) or name == "parametrizations"
-
-
-def _is_uncallable(module: nn.Module) -> bool:
-    """Whether a module only holds parameters (`nn.ParameterList`), which its parent reads."""
-    return bool(own_tensor_names(module)) and isinstance(module, (nn.ParameterList, nn.ParameterDict))

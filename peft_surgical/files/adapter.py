@@ -8,10 +8,10 @@ ones. The suffix has no dot, so it survives PEFT's translation of names.
 
 from __future__ import annotations
 
-import inspect
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +28,6 @@ from peft_surgical.names import PREFIX, SEPARATOR, CopyName, as_plain, own_names
 
 ERROR = "error"
 PACKED = "_zstd"  # after the suffix of a part that zstd has made smaller
-_HUB_OPTIONS = inspect.signature(hf_hub_download).parameters.keys() - {
-    "repo_id",
-    "filename",
-    "subfolder",
-    "user_agent",
-}
 
 
 @dataclass(frozen=True)
@@ -47,7 +41,6 @@ class Entry:
 
     @property
     def encoding(self) -> str:
-        """How it is written."""
         return encoding_of(self.suffixes)
 
     def keys(self) -> dict[str, str]:
@@ -69,22 +62,18 @@ class AdapterTensors(TensorFile):
         self.names_in_file = {name: self.names_in_file[name] for name in own_names(self)}
 
 
+@dataclass
 class AdapterFile:
     """A saved adapter of any PEFT method, its tensors by the names that they have in the loaded base."""
 
-    def __init__(
-        self,
-        source: str,
-        folder: str | os.PathLike,
-        config: PeftConfig,
-        present_name: Callable[[str], str] = lambda name: name,  # what a tensor is called here, by its name there
-    ):
-        self.source, self.folder, self.config = source, folder, config
-        path = os.path.join(folder, SAFETENSORS_WEIGHTS_NAME)
-        if not os.path.isfile(path):
-            raise ValueError(f"{source} has no {SAFETENSORS_WEIGHTS_NAME}. Save the adapter again.")
-        self.file = AdapterTensors(path, present_name)
-        self.entries = entries(self.file)
+    source: str
+    folder: str | os.PathLike
+    config: PeftConfig
+    file: AdapterTensors
+
+    @cached_property
+    def entries(self) -> list[Entry]:
+        return entries(self.file)
 
     @property
     def whole(self) -> set[str]:
@@ -112,7 +101,7 @@ class AdapterFile:
     def nbytes(self, entry: Entry) -> int:
         """The size of a tensor in the file, all parts together, in bytes; 0 if it is stored under another name."""
         keys = [key for key in entry.keys().values() if self.file.names_in_file[key] not in self.file.stored_as]
-        return sum(self.file.meta(key).nbytes for key in keys)
+        return sum(self.file.spec(key).nbytes for key in keys)
 
 
 def entries(names: Iterable[str]) -> list[Entry]:
@@ -132,7 +121,11 @@ def tied_keys(header: Header | None, names: Iterable[tuple[str, str]]) -> list[t
 
 def touched_names(names: Iterable[str]) -> set[str]:
     """The names in the base of the tensors that those of an adapter's file stand for or add to."""
-    found = entries(names)
+    return touched_by(entries(names))
+
+
+def touched_by(found: Collection[Entry]) -> set[str]:
+    """The same, of an adapter's entries."""
     copies = {entry.name for entry in found if entry.is_copy}
     return copies | {f"{e.name.partition('.lora_')[0]}.weight" for e in found if not e.is_copy and ".lora_" in e.name}
 
@@ -144,15 +137,14 @@ def entry_of(key: str, suffixes: Sequence[str] = ("",)) -> Entry:
 
 
 def weights_file(source: str, subfolder: str | None, options: Mapping[str, Any]) -> str | None:
-    """The safetensors file of an adapter in a folder, or on the hub with these of PEFT's options; None without one."""
+    """The safetensors file of an adapter in a folder, or on the hub with these options of its; None without one."""
     local = os.path.join(source, subfolder or "", SAFETENSORS_WEIGHTS_NAME)
     if os.path.exists(local):
         return local
     if os.path.isdir(source):
         return None
     try:
-        of_hub = {name: value for name, value in options.items() if name in _HUB_OPTIONS}
-        return hf_hub_download(source, SAFETENSORS_WEIGHTS_NAME, subfolder=subfolder, **of_hub)
+        return hf_hub_download(source, SAFETENSORS_WEIGHTS_NAME, subfolder=subfolder, **options)
     except Exception:  # PEFT's own loading follows and says what is wrong
         return None
 
@@ -172,7 +164,7 @@ def write_adapter(
         write_tensors(aside / SAFETENSORS_WEIGHTS_NAME, tensors)
         config.save_pretrained(str(aside), auto_mapping_dict=auto_mapping)
     file = TensorFile(folder / SAFETENSORS_WEIGHTS_NAME)
-    return sum(file.meta(name).nbytes for name in file)
+    return sum(file.spec(name).nbytes for name in file)
 
 
 # ---- encoded tensors

@@ -35,7 +35,7 @@ def add_header(path: Path, base: Mapping[str, Any]) -> str:
     Weights that are in it several times are kept once. It is replaced at once, by one with the permissions of any new
     file.
     """
-    with open(path, "rb") as old:
+    with open(path, "rb") as old:  # not by safetensors, which writes metadata in an order of chance
         entries, start = read_header(old)
         metadata = entries.pop("__metadata__", {})
         if (header := Header.parse(metadata)) is not None:
@@ -90,9 +90,9 @@ def decoded_shapes(
             chosen = encoding_of(parts)
         if chosen == "values":
             dtype = parts[""].dtype
-            own = None if base is None else base.get(entry_of(name).name)
-            is_free = base is None or dtype.is_floating_point
-            needed: dict[str, Any] = {"": (dtype if is_free else getattr(own, "dtype", torch.float32), None)}
+            if base is not None and not dtype.is_floating_point:
+                dtype = getattr(base.get(entry_of(name).name), "dtype", torch.float32)
+            needed: dict[str, Any] = {"": (dtype, None)}
             decoded[name] = torch.Size(parts[""].shape)
         else:
             needed = part_specs(parts, expected.get(name))

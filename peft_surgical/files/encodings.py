@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
-from peft_surgical.files.packing import Shape, as_bytes, bits_of, ordered, pack, take_rows, unpack, unpacked_nbytes
+from peft_surgical.files.packing import Shape, as_bytes, bits_of, ordered, pack, unpack, unpacked_nbytes
 
 
 GROUP = 64  # entries of an int4 tensor that share a step size
@@ -86,66 +86,50 @@ class Rows(Lossless):
     """
 
     dtypes = {"rows": torch.uint8, "rows_lossless": torch.uint8}
+    dim = 0
 
     def encode(self, trained: torch.Tensor, base: torch.Tensor) -> dict[str, torch.Tensor]:
-        trained, base = trained.detach().cpu(), base.detach().cpu()
-        bits, before = (bits_of(tensor).reshape(len(tensor), -1) for tensor in (trained, base.to(trained.dtype)))
-        differs = (bits != before).any(1)
+        which, changed = self.dtypes
+        is_other = as_bytes(trained) != as_bytes(base.to(trained.dtype))  # where the tensors are: they may be large
+        differs = is_other.transpose(0, self.dim).flatten(1).any(1).cpu()
         differs[0] |= not differs.any()
-        rows = torch.from_numpy(np.flatnonzero(differs))
-        header = torch.tensor([len(bits), zlib.crc32(bits.data)]).view(torch.uint8)
-        index = torch.cat([header, pack(rows.diff(prepend=torch.tensor([0])))])
-        return {
-            "rows": index,
-            "rows_lossless": super().encode(take_rows(trained, rows), take_rows(base, rows))["lossless"],
-        }
+        places = differs.nonzero().flatten()
+        header = torch.tensor([len(differs), self._checksum(trained)]).view(torch.uint8)
+        index = torch.cat([header, pack(places.diff(prepend=torch.tensor([0])))])
+        parts = super().encode(self._take(trained, places), self._take(base, places))
+        return {which: index, changed: parts["lossless"]}
 
     def decode(self, parts: Mapping[str, torch.Tensor], base: torch.Tensor) -> torch.Tensor:
-        index = parts["rows"].cpu()
-        count = unpacked_nbytes(index[16:]) // 8
-        rows = unpack(index[16:], (min(max(count, 1), len(base)),), torch.int64).cumsum(0)
-        total, crc = index[:16].clone().view(torch.int64).tolist()
-        is_within = bool(((rows >= 0) & (rows < len(base))).all())
-        if total != len(base) or not is_within or not bool((rows.diff() > 0).all()):
-            raise ValueError(f"its numbers of rows are damaged, or of another tensor than one of {len(base)} rows")
-        changed = super().decode({"lossless": parts["rows_lossless"]}, take_rows(base.cpu(), rows))
-        whole = base.to("cpu", changed.dtype, copy=True).contiguous()
-        whole.view(torch.uint8)[rows] = changed.view(torch.uint8)
-        if zlib.crc32(bits_of(whole).data) != crc:
+        which, changed = self.dtypes
+        size, header, packed = base.shape[self.dim], parts[which][:16].cpu(), parts[which][16:]
+        total, crc = header.clone().view(torch.int64).tolist()
+        places = unpack(packed, (min(unpacked_nbytes(packed) // 8, size),), torch.int64).cumsum(0)
+        is_within = bool(((places >= 0) & (places < size)).all()) and bool((places.diff() > 0).all())
+        if not len(places) or total != size or not is_within:
+            raise ValueError(f"its numbers of {which} are damaged, or of a tensor with others than {size}")
+        values = super().decode({"lossless": parts[changed]}, self._take(base, places))
+        whole = as_bytes(base.to(values.dtype)).index_copy(self.dim, places.to(base.device), as_bytes(values))
+        whole = whole.view(values.dtype).squeeze(-1)
+        if self._checksum(whole) != crc:
             raise ValueError(_OTHER_BASE.format(dtype=str(base.dtype).removeprefix("torch.")))
-        return whole.to(base.device)
+        return whole
+
+    def _take(self, tensor: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        taken = as_bytes(tensor).index_select(self.dim, places.to(tensor.device))
+        return taken.view(tensor.dtype).squeeze(-1)
+
+    def _checksum(self, whole: torch.Tensor) -> int:
+        return zlib.crc32(bits_of(whole).data)
 
 
-class Columns(Lossless):
-    """The columns that differ alone (the second dimension), as `Lossless` writes them, and which they are.
-
-    The rest of the tensor is the base's, whatever that has there. `columns` holds, packed, the number of all columns,
-    the first one that differs (or 0) and how far each further one is from the one before.
-    """
+class Columns(Rows):
+    """The columns that differ alone (the second dimension), and the base's others, whatever these are."""
 
     dtypes = {"columns": torch.uint8, "columns_lossless": torch.uint8}
+    dim = 1
 
-    def encode(self, trained: torch.Tensor, base: torch.Tensor) -> dict[str, torch.Tensor]:
-        same = as_bytes(trained) == as_bytes(base.to(trained.dtype))  # where the tensors are: they may be large
-        differs = (~same).transpose(0, 1).flatten(1).any(1).cpu()
-        differs[0] |= not differs.any()
-        columns = differs.nonzero().flatten()
-        index = torch.cat([torch.tensor([len(differs)]), columns.diff(prepend=torch.tensor([0]))])
-        rows = [tensor.detach().index_select(1, columns.to(tensor.device)) for tensor in (trained, base)]
-        return {"columns": pack(index), "columns_lossless": super().encode(*rows)["lossless"]}
-
-    def decode(self, parts: Mapping[str, torch.Tensor], base: torch.Tensor) -> torch.Tensor:
-        packed = parts["columns"].cpu()
-        count = min(max(unpacked_nbytes(packed) // 8, 1), base.shape[1] + 1)
-        index = unpack(packed, (count,), torch.int64)
-        total, columns = int(index[0]), index[1:].cumsum(0)
-        is_within = bool(((columns >= 0) & (columns < total)).all()) and bool((columns.diff() > 0).all())
-        if total != base.shape[1] or count < 2 or not is_within:
-            raise ValueError(f"its numbers of columns are damaged, or of a tensor with others than {base.shape[1]}")
-        columns = columns.to(base.device)
-        changed = super().decode({"lossless": parts["columns_lossless"]}, base.index_select(1, columns))
-        whole = as_bytes(base.to(changed.dtype)).index_copy(1, columns, as_bytes(changed))  # of any dtype
-        return whole.view(changed.dtype).reshape(base.shape)
+    def _checksum(self, whole: torch.Tensor) -> int:
+        return 0  # a stratum of columns has looked at no others
 
 
 class Bfloat16(Encoding):
@@ -237,7 +221,6 @@ ENCODINGS: dict[str, Encoding] = {next(iter(kind.dtypes)): kind() for kind in _K
 
 
 def find_encoding(name: str) -> Encoding:
-    """The encoding with a name."""
     if name not in ENCODINGS:
         raise ValueError(f"encoding={name!r} is not known; allowed are {', '.join(['values', 'auto', *ENCODINGS])}.")
     return ENCODINGS[name]

@@ -43,13 +43,8 @@ def unpacked_nbytes(packed: torch.Tensor) -> int:
         raise ValueError(f"its packed data are damaged ({error})") from error
 
 
-def take_rows(tensor: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """Rows of a tensor of any dtype; PyTorch before 2.7 has no index for some of them."""
-    return tensor.contiguous().view(torch.uint8)[rows].view(tensor.dtype)
-
-
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of each entry, in a last dimension."""
+    """The bytes of each entry, in a last dimension; PyTorch before 2.7 has no index for some dtypes."""
     tensor = tensor.detach().contiguous()
     return tensor.view(torch.uint8).reshape(*tensor.shape, tensor.itemsize)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import json
+import math
 import os
 import shutil
 import socket
@@ -89,6 +90,18 @@ def checksum(dtype: str, shape: Sequence[int], data: np.ndarray) -> int:
     return zlib.crc32(data[whole:].data, start)
 
 
+@dataclass(frozen=True)
+class Spec:
+    """Dtype and shape of a tensor."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
 @contextmanager
 def naming(what: object) -> Iterator[None]:
     """Put a file or a tensor before what is wrong with it within the block."""
@@ -105,12 +118,19 @@ class TensorFile(Mapping[str, torch.Tensor]):
 
     def __init__(self, path: str | os.PathLike, present_name: Callable[[str], str] = lambda name: name):
         self.path = Path(path)
-        try:
-            self._file = safe_open(self.path, framework="pt")
-            self.names_in_file = {present_name(name): name for name in self._file.keys()}
-        except (SafetensorError, OSError) as error:
-            raise ValueError(f"{path} cannot be read as a safetensors file ({error}). Copy it again.") from error
+        self.names_in_file = {present_name(name): name for name in self._file.keys()}
         self.stored_as = {}
+
+    @cached_property
+    def _file(self) -> Any:
+        try:
+            return safe_open(self.path, framework="pt")
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"{self.path} cannot be read as a safetensors file ({error}). Copy it again.") from error
+
+    def close(self) -> None:
+        """Let go of the file until a tensor is asked for."""
+        vars(self).pop("_file", None)
 
     def also_as(self, name: str, other: str, present_name: Callable[[str], str] = lambda name: name) -> None:
         """Let a tensor have another name as well; `present_name` gives what that is called here."""
@@ -141,14 +161,19 @@ class TensorFile(Mapping[str, torch.Tensor]):
                 raise ValueError(f"{self.path}: {error}. Copy it again.") from None
         return tensor
 
-    def meta(self, name: str) -> torch.Tensor:
-        """A tensor on the meta device: shape, dtype and size in bytes, from the header alone."""
+    def spec(self, name: str) -> Spec:
+        """Dtype and shape of a tensor, from the header alone."""
         entry = self._file.get_slice(self._key(name))
         if entry.get_dtype() not in DTYPES:
             raise ValueError(
                 f"{self.path}: the tensor {name!r} has the dtype {entry.get_dtype()}, which is not known."
             )
-        return torch.empty(entry.get_shape(), dtype=DTYPES[entry.get_dtype()], device="meta")
+        return Spec(DTYPES[entry.get_dtype()], tuple(entry.get_shape()))
+
+    def meta(self, name: str) -> torch.Tensor:
+        """A tensor on the meta device: shape, dtype and size in bytes, without reading it."""
+        spec = self.spec(name)
+        return torch.empty(spec.shape, dtype=spec.dtype, device="meta")
 
     @cached_property
     def header(self) -> Header | None:

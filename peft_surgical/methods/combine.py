@@ -19,10 +19,10 @@ from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 from torch import nn
 
 from peft_surgical.copies.module import TunedModule
-from peft_surgical.methods.resolve import Resolution
 
 
 PRUNINGS = ("ties", "dare_linear", "dare_ties", "magnitude_prune")
+COMBINATIONS = ("linear", *PRUNINGS)
 LORA_COMBINATIONS = ("linear", "cat", "svd", *PRUNINGS, *(f"{pruning}_svd" for pruning in PRUNINGS))
 
 
@@ -112,7 +112,6 @@ def _matrices(layer: LoraLayer, adapter_name: str) -> tuple[torch.Tensor, torch.
     return layer.lora_embedding_A[adapter_name], layer.lora_embedding_B[adapter_name]
 
 
-COMBINATIONS = ("linear", "ties", "dare_linear", "dare_ties", "magnitude_prune")
 Combine = Callable[..., torch.Tensor]  # makes one of several differences and their weights
 
 
@@ -172,19 +171,13 @@ def united_config(tuner: Any, configs: Mapping[str, Any]) -> Any:
 
 
 def _check_union(tuner: Any, united: Any, configs: Mapping[str, Any]) -> None:
-    probe = copy.copy(united)
-    chosen = tuner._resolve(probe, tuner.model)
+    chosen = tuner._resolve(copy.copy(united), tuner.model)
     wanted = set().union(*(config.resolution.tensors() for config in configs.values()))
-    columns = {item for config in configs.values() for item in _columns(config.resolution)}
-    if differing := sorted((chosen.tensors() ^ wanted) | {path for path, _ in _columns(chosen) ^ columns}):
+    if differing := sorted(chosen.tensors() ^ wanted):
         raise ValueError(
             f"The adapters {list(configs)} choose their modules in ways that no one configuration can express "
             f"together, e.g. {differing[0]}. Give them the same options besides their layers."
         )
-
-
-def _columns(resolution: Resolution) -> set[tuple[str, tuple[int, ...]]]:
-    return {(path, tuple(columns)) for path, columns in resolution.columns.items()}
 
 
 def _combination(kind: str, density: float | None, majority_sign_method: str) -> Combine:

@@ -6,7 +6,7 @@ import copy
 import os
 import re
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -248,18 +248,22 @@ class DeltaConfig(PeftConfig):
             self.key_mapping = None
 
 
-def open_adapter(source: str | os.PathLike) -> AdapterFile:
+def open_adapter(source: str | os.PathLike, kind: type[AdapterTensors] = AdapterTensors) -> AdapterFile:
     """Open a saved adapter, in a folder or on the hub, to be read tensor by tensor."""
     folder = source if os.path.isdir(source) else download(os.fspath(source), ["adapter_*"])
-    config, present_name = read_config(folder)
+    config = _read_config(os.fspath(folder))
+    present_name = copy.copy(config).present_name if isinstance(config, DeltaConfig) else str  # the copy's stays
     with naming_adapter(config):
-        saved = AdapterFile(os.fspath(source), folder, config, present_name)
-        decoded_shapes({name: saved.file.meta(name) for name in saved.file}, {}, None, str(saved.file.path))
+        path = os.path.join(folder, SAFETENSORS_WEIGHTS_NAME)
+        if not os.path.isfile(path):
+            raise ValueError(f"{source} has no {SAFETENSORS_WEIGHTS_NAME}. Save the adapter again.")
+        file = kind(path, present_name)
+        decoded_shapes({name: file.spec(name) for name in file}, {}, None, path)
         if isinstance(config, DeltaConfig):
-            config.take_header(saved.file.header, saved.file.path)
+            config.take_header(file.header, file.path)
             config.forget_saved_names()
-            vars(config)["_opened"] = saved.file  # by the present names
-    return saved
+            vars(config)["_opened"] = file  # by the present names
+    return AdapterFile(os.fspath(source), folder, config, file)
 
 
 def naming_adapter(config: PeftConfig) -> AbstractContextManager[None]:
@@ -267,15 +271,10 @@ def naming_adapter(config: PeftConfig) -> AbstractContextManager[None]:
     return config.naming_itself() if isinstance(config, DeltaConfig) else nullcontext()
 
 
-def read_config(folder: str | os.PathLike) -> tuple[PeftConfig, Callable[[str], str]]:
-    """The config of a saved adapter of any method, and what its file's tensors are called in the base at hand."""
-    folder = os.fspath(folder)
+def _read_config(folder: str) -> PeftConfig:
     try:
-        config: Any = PEFT_TYPE_TO_CONFIG_MAPPING[PeftConfig._get_peft_type(folder)].from_pretrained(folder)
+        return PEFT_TYPE_TO_CONFIG_MAPPING[PeftConfig._get_peft_type(folder)].from_pretrained(folder)
     except (ValueError, KeyError, OSError, TypeError, AttributeError) as error:
         if isinstance(error, ValueError) and folder in str(error):
             raise
         raise ValueError(f"The {CONFIG_NAME} in {folder} cannot be used: {error}") from error
-    if not isinstance(config, DeltaConfig):
-        return config, lambda name: name
-    return config, copy.copy(config).present_name  # a copy's, which remembers how the names are mapped

@@ -116,8 +116,8 @@ def _load_checked(
 
 def _open_own(model_id: Any, options: Mapping[str, Any], is_own: bool) -> AdapterTensors | None:
     """The file that PEFT is about to read, or has downloaded, if it is one of this package."""
-    subfolder, known = options.get("subfolder"), {**options, "local_files_only": True}
-    path = weights_file(os.fspath(model_id), subfolder, known)
+    of_hub = {name: value for name, value in options.items() if name not in ("key_mapping", "subfolder")}
+    path = weights_file(os.fspath(model_id), options.get("subfolder"), {**of_hub, "local_files_only": True})
     if path is None:
         return None
     try:

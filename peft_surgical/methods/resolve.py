@@ -15,8 +15,8 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from peft_surgical.compat import ExcludedModule, include_all_linear_layers, parse_pattern
-from peft_surgical.copies.quantised import is_quantised
 from peft_surgical.copies.select import base_modules, bottom, innermost_tuned, matches_any, token_embeddings
+from peft_surgical.copies.variants import is_quantised
 from peft_surgical.layers import Layer, find_stacks
 from peft_surgical.names import RESERVED, CopyName, base_path, without_wrappers
 
@@ -39,8 +39,9 @@ class Resolution:
                 yield path, CopyName(without_wrappers(path), tensor, container, path in self.in_place)
 
     def tensors(self) -> set[str]:
-        """The names in the base of all that is copied, and the paths of all modules with LoRA."""
-        return {f"{path}.{name}" for path, names in self.copies.items() for name in names} | self.lora
+        """What is copied, by the names in the base, with its columns, and the paths of all modules with LoRA."""
+        copies = {f"{path}.{n}{self.columns.get(path, '')}" for path, names in self.copies.items() for n in names}
+        return copies | self.lora
 
 
 @dataclass
@@ -152,10 +153,15 @@ def plain_spec(layers: Any) -> Any:
 
 
 def plain_layers(layers: Sequence[Layer], model: nn.Module) -> list[int] | dict[str, list[int]]:
-    """Layers as plain integers, the form that is stored in a config: a list if the model has one stack only."""
-    by_stack: dict[str, list[int]] = {}
-    for layer in layers:
-        by_stack.setdefault(layer.stack, []).append(layer.index)
+    """Layers as plain integers, the form that is stored in a config."""
+    return by_stack_unless_single([(layer.stack, layer.index) for layer in layers], model)
+
+
+def by_stack_unless_single(pairs: Iterable[tuple[str, Any]], model: nn.Module) -> Any:
+    """What there is for each stack, as a config has it: a list if the model has one stack only, else by stack."""
+    by_stack: dict[str, list] = {}
+    for stack, value in pairs:
+        by_stack.setdefault(stack, []).append(value)
     if len(by_stack) == 1 and list(by_stack) == list(find_stacks(model)):
         return next(iter(by_stack.values()))
     return by_stack

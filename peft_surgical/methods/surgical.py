@@ -9,16 +9,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from peft.tuners.tuners_utils import (
-    BaseTunerLayer,
-    check_target_module_exists,
-)
+from peft.tuners.tuners_utils import BaseTunerLayer, check_target_module_exists
 from torch import nn
 
 from peft_surgical.compat import add_peft_type
 from peft_surgical.copies.module import TunedModule
-from peft_surgical.copies.quantised import DequantisedModule, can_be_dequantised, is_quantised
 from peft_surgical.copies.select import bottom, innermost_tuned, matches_any, own_tensor_names, tunable_modules
+from peft_surgical.copies.variants import DequantisedModule, can_be_dequantised, is_quantised
 from peft_surgical.layers import Layer, resolve_layers, unwrap
 from peft_surgical.methods.config import DeltaConfig
 from peft_surgical.methods.register import register_method

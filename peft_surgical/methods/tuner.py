@@ -17,9 +17,9 @@ from typing_extensions import Self
 
 from peft_surgical.copies.compute import leave_fused_path
 from peft_surgical.copies.host import BaseOnHost, leave_base_out
-from peft_surgical.copies.in_place import TunedInPlace
 from peft_surgical.copies.module import TunedModule
 from peft_surgical.copies.select import innermost_tuned, note_untied
+from peft_surgical.copies.variants import TunedInPlace
 from peft_surgical.distributed import check_not_prepared
 from peft_surgical.files.adapter import touched_names
 from peft_surgical.files.base import base_tensors, check_base, describe_base

@@ -17,9 +17,9 @@ from tqdm import tqdm
 from peft_surgical.compat import check_adapters_not_merged, get_submodules
 from peft_surgical.copies.compute import return_to_fused_path
 from peft_surgical.copies.host import HostedBase
-from peft_surgical.copies.in_place import TunedInPlace
 from peft_surgical.copies.module import TunedModule
 from peft_surgical.copies.select import admit_untied_embeddings, forget_originals
+from peft_surgical.copies.variants import TunedInPlace
 
 
 BASE = "__base__"
@@ -99,31 +99,18 @@ def delete_adapter(tuner: Any, adapter_name: str) -> None:
     if adapter_name not in tuner.peft_config:
         raise ValueError(f"Adapter {adapter_name} does not exist. Adapters: {', '.join(tuner.peft_config)}.")
     check_adapters_not_merged(tuner.model, adapter_name)
-    was_active = adapter_name in tuner.active_adapters
-    remaining = [name for name in tuner.active_adapters if name != adapter_name]
-    del tuner.peft_config[adapter_name]
-    if was_active and not remaining:
-        remaining = list(tuner.peft_config)[:1]
-        if remaining:
+    if adapter_name in tuner.active_adapters:  # PEFT would choose another one module by module
+        remaining = [name for name in tuner.active_adapters if name != adapter_name]
+        if not remaining and len(tuner.peft_config) > 1:
+            remaining = [name for name in tuner.peft_config if name != adapter_name][:1]
             warnings.warn(
                 f"Adapter {adapter_name} was active which is now deleted. Setting active adapter to {remaining[0]}.",
                 stacklevel=2,
             )
-    if was_active and remaining:
-        tuner.set_adapter(remaining)
-    elif was_active:
-        tuner.active_adapter = []
-        tuner._sync_labels()
-    for module in list(tuner.model.modules()):
-        if isinstance(module, BaseTunerLayer):
-            for attribute in module.adapter_layer_names + module.other_param_names:
-                table = getattr(module, attribute)
-                if adapter_name in table:
-                    del table[adapter_name]
-            if was_active and not remaining:
-                module.set_adapter([])
-        elif isinstance(module, AuxiliaryTrainingWrapper):
-            module.delete_adapter(adapter_name, new_active_adapters=list(tuner.active_adapters))
+        if remaining:
+            tuner.set_adapter(remaining)
+    BaseTuner.delete_adapter(tuner, adapter_name)
+    tuner._sync_labels()
     tuner._base_on_host = None
     if "_backward_start" in tuner.__dict__:
         tuner._backward_start.look_again()  # it would hold on to the deleted tensors

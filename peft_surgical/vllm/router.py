@@ -43,7 +43,6 @@ class Turns:
         self._change: asyncio.Task[None] | None = None
 
     def waiting(self) -> dict[str | None, int]:
-        """How many requests wait, by task."""
         return {task: len(requests) for task, requests in self._waiting.items()}
 
     async def enter(self, task: str | None) -> None:

@@ -13,7 +13,7 @@ import torch
 from test_bank import X, ask, base, buffers_alive, fill, start_and_wait, storages
 
 from peft_surgical.bank import DeltaBank
-from peft_surgical.bank.file import TaskFile
+from peft_surgical.bank.memory import TaskFile
 
 
 class SlowReads:

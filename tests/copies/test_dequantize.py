@@ -11,7 +11,7 @@ from torch import nn
 from transformers import BertForSequenceClassification, BitsAndBytesConfig
 
 from peft_surgical import SurgicalConfig, rank_layers
-from peft_surgical.copies.quantised import dequantised_weight, is_quantised
+from peft_surgical.copies.variants import dequantised_weight, is_quantised
 
 
 class Linear8(nn.Module):

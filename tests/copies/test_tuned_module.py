@@ -10,9 +10,9 @@ from torch.utils.checkpoint import checkpoint
 from transformers.pytorch_utils import Conv1D
 
 from peft_surgical.copies.compute import twin
-from peft_surgical.copies.in_place import TunedInPlace
 from peft_surgical.copies.module import TunedModule
 from peft_surgical.copies.select import tensor_names
+from peft_surgical.copies.variants import TunedInPlace
 
 
 class Experts(nn.Module):

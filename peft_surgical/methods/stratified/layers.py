@@ -14,9 +14,9 @@ from peft.tuners.lora import layer as lora
 from peft.tuners.tuners_utils import check_adapters_to_merge
 from torch import nn
 
-from peft_surgical.copies.in_place import TunedInPlace
 from peft_surgical.copies.module import TunedModule
 from peft_surgical.copies.select import zero_bias
+from peft_surgical.copies.variants import TunedInPlace
 from peft_surgical.names import STRATIFIED
 
 
@@ -88,7 +88,6 @@ class RestoresBase(lora.LoraLayer):
     _is_adding = False
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
-        """As in PEFT."""
         if self._is_merging:  # DoRA takes merged adapters out for a moment
             super().merge(safe_merge, adapter_names)
             return
@@ -136,7 +135,6 @@ class RestoresBase(lora.LoraLayer):
         self.merged_adapters.clear()
 
     def update_layer(self, adapter_name: str, *args: Any, **kwargs: Any) -> None:
-        """As in PEFT."""
         self._is_adding = True
         try:
             super().update_layer(adapter_name, *args, **kwargs)

@@ -12,10 +12,7 @@ from typing import Any
 import torch
 from peft.tuners.lora import LoraModel
 from peft.tuners.lora.layer import LoraLayer
-from peft.tuners.tuners_utils import (
-    BaseTunerLayer,
-    check_target_module_exists,
-)
+from peft.tuners.tuners_utils import BaseTunerLayer, check_target_module_exists
 from peft.utils.constants import DUMMY_TARGET_MODULES
 from peft.utils.other import get_pattern_key
 from torch import nn

@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 
 from peft_surgical.layers import Layer, Stack, choose_stack, describe_stacks, find_stacks, layer_indices, unwrap
+from peft_surgical.methods.resolve import by_stack_unless_single
 from peft_surgical.methods.stratified.attention_names import attention_names
 
 
@@ -19,9 +20,9 @@ logger = logging.getLogger(__name__)
 
 TUNINGS = ("frozen", "bitfit", "norm", "columns", "lora", "full")
 BIASES = ("other", "all", "none")
-_KEYS = {
+_OPTIONS = {  # what a stratum may say beside its layers
     "bitfit": ("add_bias",),
-    "columns": ("columns", "target_modules"),
+    "columns": ("target_modules", "columns"),
     "lora": ("target_modules", "bias", "add_bias"),
 }
 
@@ -80,7 +81,7 @@ def _check_stratum(item: Any) -> None:
         raise ValueError(f"The stratum {dict(item)!r} lacks {' and '.join(map(repr, sorted(missing)))}.")
     if item["tune"] not in TUNINGS:
         raise ValueError(f"tune={item['tune']!r} in the stratum {dict(item)!r}: allowed are {', '.join(TUNINGS)}.")
-    allowed = _KEYS.get(item["tune"], ())
+    allowed = _OPTIONS.get(item["tune"], ())
     for key in set(item) - {"layers", "tune"}:
         if key not in allowed:
             raise ValueError(
@@ -117,22 +118,13 @@ class Stratum:
 
     @property
     def modules(self) -> list[Layer]:
-        """The layers themselves."""
         return [self.stack.layers[i] for i in self.layers]
 
     def to_dict(self) -> dict[str, Any]:
         """As plain data, the form in a config."""
-        plain: dict[str, Any] = {"layers": list(self.layers), "tune": self.tune}
-        if self.target_modules is not None:
-            targets = self.target_modules
-            plain["target_modules"] = targets if isinstance(targets, str) else list(targets)
-        if self.tune == "lora":
-            plain["bias"] = self.bias
-        if self.columns is not None:
-            plain["columns"] = self.columns
-        if self.add_bias:
-            plain["add_bias"] = True
-        return plain
+        said = {name: getattr(self, name) for name in ("layers", "tune", *_OPTIONS.get(self.tune, ()))}
+        plain = {name: list(value) if isinstance(value, tuple) else value for name, value in said.items()}
+        return {name: value for name, value in plain.items() if value is not None and value is not False}
 
 
 def groups(n1: float, n2: float, depth: int, reference: int | None = None) -> tuple[int, int]:
@@ -161,13 +153,8 @@ def resolve_strata(model: nn.Module, config: Any) -> list[Stratum]:
 
 
 def plain_strata(strata: Sequence[Stratum], model: nn.Module) -> list[dict] | dict[str, list[dict]]:
-    """Strata as they are stored in a config: a list if the model has one stack only, else lists by stack."""
-    by_stack: dict[str, list[dict]] = {}
-    for stratum in strata:
-        by_stack.setdefault(stratum.stack.name, []).append(stratum.to_dict())
-    if list(by_stack) == list(find_stacks(model)) and len(by_stack) == 1:
-        return next(iter(by_stack.values()))
-    return by_stack
+    """Strata as they are stored in a config."""
+    return by_stack_unless_single([(stratum.stack.name, stratum.to_dict()) for stratum in strata], model)
 
 
 def unite_strata(model: nn.Module, configs: Sequence[Any]) -> list[dict] | dict[str, list[dict]]:
@@ -250,21 +237,16 @@ def _group_items(config: Any, stack: Stack, reference: int) -> list[Mapping]:
 
 
 def _make_stratum(item: Mapping, stack: Stack, config: Any) -> Stratum:
-    layers = tuple(layer_indices(item["layers"], stack))
     tune = item["tune"]
-    if tune == "columns":
-        targets = item.get("target_modules", config.target_modules) or "all-linear"
-        targets = targets if isinstance(targets, str) else tuple(sorted(targets))
-        return Stratum(stack, layers, tune, targets, columns=item.get("columns", config.columns))
-    if tune not in ("lora", "bitfit"):
-        return Stratum(stack, layers, tune)
-    add_bias = bool(item.get("add_bias", config.add_bias))
-    if tune == "bitfit":
-        return Stratum(stack, layers, tune, add_bias=add_bias)
-    targets = item.get("target_modules", config.target_modules)
-    if targets is not None and not isinstance(targets, str):
-        targets = tuple(sorted(targets))
-    return Stratum(stack, layers, tune, targets, item.get("bias", config.bias_beside_lora), add_bias)
+    of_all = {"target_modules": config.target_modules, "columns": config.columns}
+    of_all |= {"bias": config.bias_beside_lora, "add_bias": config.add_bias}
+    options = {name: item.get(name, of_all[name]) for name in _OPTIONS.get(tune, ())}
+    targets = options.get("target_modules")
+    if tune == "columns" and not targets:
+        options["target_modules"] = "all-linear"
+    elif targets is not None and not isinstance(targets, str):
+        options["target_modules"] = tuple(sorted(targets))
+    return Stratum(stack, tuple(layer_indices(item["layers"], stack)), tune, **options)
 
 
 def _check_cover(stack: Stack, strata: Sequence[Stratum]) -> None:

@@ -27,7 +27,6 @@ _NOT_ADDED = ("position_bias", "e_score_correction_bias", "expert_bias")
 
 
 def bias_terms(owner: Owner) -> list[str]:
-    """The bias terms that a module holds itself."""
     return [name for name in owner.names if _is_bias_term(owner.module, name)]
 
 
