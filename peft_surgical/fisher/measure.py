@@ -64,6 +64,7 @@ def layer_fisher(
     if engine not in ENGINES:
         raise ValueError(f"engine={engine!r} is unknown; allowed are {', '.join(map(repr, ENGINES))}.")
     task = FisherTask(unwrap(model), layers, objective, diagonal, contributions, seed, verify)
+    _check_data(task)
     with untouched(task.model, seed):
         groups = choose_groups(task, engine)
         loop = engine == "loop" or isinstance(objective, LossObjective)
@@ -114,6 +115,19 @@ def free_bytes(device: torch.device) -> float:
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return psutil.virtual_memory().available
+
+
+def _check_data(task: FisherTask) -> None:
+    if not any(p.is_meta for group in task.parameters for p in group.values()):
+        return
+    for layer in task.layers:
+        for name, module in layer.module.named_modules():
+            on_meta = any(p is not None and p.is_meta for p in module._parameters.values())
+            if on_meta and not hasattr(module, "_hf_hook"):
+                raise ValueError(
+                    f"{layer.path}.{name} has no data (its parameters are on the meta device), so its gradients "
+                    "cannot be measured. Load the weights first, or offload them with accelerate."
+                )
 
 
 def _check_results(task: FisherTask, found: list[dict[str, TensorFisher]]) -> None:
