@@ -8,7 +8,7 @@ from benchmarks.step import board
 
 
 def test_the_board_measures_a_method_of_each_kind(tmp_path, monkeypatch, capsys):
-    chosen = ["LoRA r=32", "full", "rotating, bf16 at rest"]
+    chosen = ["LoRA r=32", "full", "rotating, rounded at rest"]
     monkeypatch.setattr(sys, "argv", ["board", "--check", "--methods", *chosen, "--output", str(tmp_path)])
     board.main()
     record = json.loads((tmp_path / "step_board-CPU-check.json").read_text())
