@@ -130,8 +130,8 @@ def _read_batches(model: str, data: str, text_columns: Sequence[str], rows: int,
     from torch.utils.data import DataLoader
     from transformers import DataCollatorWithPadding
 
+    from peft_surgical.training.common import load_tokenizer
     from peft_surgical.training.data import find_split, read_splits
-    from peft_surgical.training.prepare import load_tokenizer
     from peft_surgical.training.tasks import encode, make_task
 
     tokenizer = load_tokenizer(model)
@@ -268,7 +268,7 @@ def pack(
     With the defaults the adapters restore the fine-tunes bit for bit. One that cannot be packed leaves the others.
     """
     from peft_surgical.convert.pack import pack_checkpoints
-    from peft_surgical.training.prepare import load_tokenizer
+    from peft_surgical.training.common import load_tokenizer
 
     check_writable("--output", output)
     inputs = dict(load_tokenizer(base)(text, padding=True, return_tensors="pt")) if text else None

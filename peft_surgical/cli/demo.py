@@ -219,7 +219,7 @@ class Demo:
     def load(self) -> None:
         """Load all adapters onto one encoder in memory."""
         from peft_surgical.bank import DeltaBank
-        from peft_surgical.training.prepare import load_classifier, load_tokenizer
+        from peft_surgical.training.common import load_classifier, load_tokenizer
 
         self.step(f"6. One model in memory, three adapters, {SWAPS} swaps")
         self.tokenizer: Any = load_tokenizer(str(demo_data.encoder_folder()))
@@ -234,7 +234,7 @@ class Demo:
         """Swap tasks at random, and compare the logits each time with those of the task loaded alone."""
         import torch
 
-        from peft_surgical.training.prepare import load_classifier, load_trained
+        from peft_surgical.training.common import load_classifier, load_trained
 
         encoder, alone = str(demo_data.encoder_folder()), {}
         for task, labels in SWAPPED.items():

@@ -20,18 +20,11 @@ from transformers import DataCollatorWithPadding, PrinterCallback, Trainer, Trai
 
 from peft_surgical.distributed import shard_by_layer, this_process
 from peft_surgical.training.card import METRICS_FILE
+from peft_surgical.training.common import Diverged, JointCheckpoints, load_tokenizer, load_trained, max_length
 from peft_surgical.training.data import Task, find_split, read_splits, split_rows
 from peft_surgical.training.job import TrainingJob
 from peft_surgical.training.options import CAUSAL_LM
-from peft_surgical.training.prepare import (
-    Diverged,
-    JointCheckpoints,
-    load_tokenizer,
-    load_trained,
-    max_length,
-    require_metrics,
-    require_trl,
-)
+from peft_surgical.training.prepare import require_metrics, require_trl
 from peft_surgical.training.tasks import encode, make_task
 
 

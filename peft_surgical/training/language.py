@@ -17,10 +17,10 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PrinterCallba
 from trl import SFTConfig, SFTTrainer
 
 from peft_surgical.distributed import shard_by_layer, this_process
+from peft_surgical.training.common import Diverged, JointCheckpoints, load_tokenizer, max_length
 from peft_surgical.training.data import Task
 from peft_surgical.training.formats import as_plain_text, instruction_chat, split_prompt
 from peft_surgical.training.job import TrainingJob
-from peft_surgical.training.prepare import Diverged, JointCheckpoints, load_tokenizer, max_length
 
 
 logger = logging.getLogger(__name__)

@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from datasets import Dataset
 
+from peft_surgical.training.common import load_tokenizer, load_trained, max_length
 from peft_surgical.training.data import find_split, read_splits
 from peft_surgical.training.evaluation import read_run
 from peft_surgical.training.formats import find_format, instruction_chat, split_prompt
 from peft_surgical.training.job import TrainingJob
 from peft_surgical.training.options import CAUSAL_LM
-from peft_surgical.training.prepare import load_tokenizer, load_trained, max_length, require_trl
+from peft_surgical.training.prepare import require_trl
 
 
 def predict(

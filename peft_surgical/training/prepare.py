@@ -1,9 +1,9 @@
-"""What runs of all kinds start from: checked options, rows, a tokenizer, a base or trained model, and the Trainer."""
+"""What a job starts from: checked options, rows, a tokenizer, and a base model."""
 
 from __future__ import annotations
 
 import codecs
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import partial
@@ -11,130 +11,23 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import torch
 from datasets import Dataset
-from peft import PeftModel, TaskType
 from torch import nn
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, DataCollatorWithPadding, Trainer, set_seed
+from transformers import DataCollatorWithPadding
 from transformers.integrations import get_available_reporting_integrations
 from transformers.training_args import OptimizerNames
 
 from peft_surgical.distributed import this_process
 from peft_surgical.fisher.objective import LABEL_MODES
-from peft_surgical.methods.heads import head_names
 from peft_surgical.ranking.rank import LayerRanking, rank_layers
 from peft_surgical.ranking.scores import AGGREGATIONS, find_score
 from peft_surgical.training.card import check_login, make_repository
+from peft_surgical.training.common import load_classifier, load_tokenizer, max_length
 from peft_surgical.training.data import Parts, Task, read_splits, split_rows
 from peft_surgical.training.job import TrainingJob
 from peft_surgical.training.methods import AUTO, METHODS
 from peft_surgical.training.options import CAUSAL_LM, check_kind, flag
 from peft_surgical.training.tasks import encode, make_task
-
-
-class Diverged(ValueError):
-    """Training has led to a model whose outputs are no finite numbers."""
-
-    def __init__(self, what: str):
-        super().__init__(f"The model's {what} are not finite numbers: training diverged. Lower --learning-rate.")
-
-
-class JointCheckpoints(Trainer):
-    """A Trainer whose checkpoints are complete only when each of the processes has written its part, and that sums up
-    the losses of its steps, of this process alone: who shows them now and then has no others to wait for."""
-
-    sum_of_losses: Any = 0.0
-
-    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        loss = super().training_step(*args, **kwargs)
-        self.sum_of_losses = self.sum_of_losses + loss.detach()
-        return loss
-
-    def _save_rng_state(self, output_dir: str) -> None:
-        super()._save_rng_state(output_dir)
-        this_process().wait_for_everyone()  # the first process writes the last file next
-
-
-def max_length(job: TrainingJob, tokenizer: Any, model: nn.Module, default: int = 256) -> int:
-    """The most tokens that a row may have: what the job says, but no more than the model has positions for."""
-    asked = job.max_length or default
-    positions = getattr(model.config, "max_position_embeddings", None) or 0
-    return min(asked, tokenizer.model_max_length, positions if positions > 0 else asked)
-
-
-def load_tokenizer(model: str) -> Any:
-    """The tokenizer of a model; one without a padding token pads with its end-of-text token."""
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(model)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"--model {model}: no tokenizer could be loaded from there: {error}") from error
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
-    return tokenizer
-
-
-def load_classifier(
-    model: str, labels: Sequence[str], tokenizer: Any, *, seed: int = 0, dtype: str = "float32"
-) -> tuple[nn.Module, list[str]]:
-    """Load a base model with a head for a task, which `seed` draws if it is new. No labels are regression.
-
-    With it come the modules that have to be trained and saved with the task: the head, and whatever else the
-    checkpoint has no weights for.
-    """
-    names = dict(enumerate(map(str, labels)))
-    options = {"id2label": names, "label2id": {n: i for i, n in names.items()}} if labels else {"num_labels": 1}
-    set_seed(seed)
-    try:
-        loaded, info = AutoModelForSequenceClassification.from_pretrained(
-            model,
-            dtype=dtype if dtype == "auto" else getattr(torch, dtype),
-            problem_type="single_label_classification" if labels else "regression",
-            ignore_mismatched_sizes=True,
-            output_loading_info=True,
-            **options,
-        )
-    except (OSError, ValueError) as error:
-        raise ValueError(f"--model {model}: no model could be loaded from there: {error}") from error
-    if loaded.config.pad_token_id is None:
-        loaded.config.pad_token_id = tokenizer.pad_token_id
-    new = {*info["missing_keys"], *(key if isinstance(key, str) else key[0] for key in info["mismatched_keys"])}
-    head = head_names(loaded, TaskType.SEQ_CLS)
-    return loaded, head + [name for name in new_modules(loaded, new) if name not in head]
-
-
-def load_trained(
-    folder: str, base: str, labels: Sequence[str], tokenizer: Any, *, dtype: str = "float32"
-) -> nn.Module:
-    """Load what `peft-surgical train` saved, ready to predict: an adapter onto its base model, or a whole model."""
-    is_adapter = (Path(folder) / "adapter_config.json").exists()
-    model, _ = load_classifier(base if is_adapter else folder, labels, tokenizer, dtype=dtype)
-    return (PeftModel.from_pretrained(model, folder) if is_adapter else model).eval()
-
-
-def new_modules(model: nn.Module, keys: Iterable[str]) -> list[str]:
-    """The paths of the outermost modules all of whose parameters are new, that is, among the keys.
-
-    Example:
-
-        >>> model = nn.ModuleDict({"body": nn.Linear(1, 1), "head": nn.Sequential(nn.Linear(1, 1))})
-        >>> new_modules(model, ["head.0.weight", "head.0.bias", "body.bias"])
-        ['head']
-    """
-    new = set(keys)
-    found: list[str] = []
-    for path, module in model.named_modules():
-        if any(path.startswith(f"{outer}.") for outer in found) or not path:
-            continue
-        parameters = [f"{path}.{name}" for name, _ in module.named_parameters()]
-        if parameters and new.issuperset(parameters):
-            found.append(path)
-    return found
-
-
-def count_steps(job: TrainingJob, samples: int) -> float:
-    """The steps of a job that trains on so many rows; of the last epoch there may be a part."""
-    per_step = job.batch_size * job.gradient_accumulation * this_process().num_processes
-    return job.max_steps if job.max_steps > 0 else job.epochs * -(-samples // per_step)
 
 
 @dataclass

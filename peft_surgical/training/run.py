@@ -32,11 +32,12 @@ from peft_surgical.training.card import (
     remove_checkpoints,
     write_model_card,
 )
+from peft_surgical.training.common import count_steps
 from peft_surgical.training.evaluation import majority, make_trainer, precision_restored, shared_arguments
 from peft_surgical.training.job import TrainingJob
 from peft_surgical.training.methods import AUTO, METHODS
 from peft_surgical.training.options import CAUSAL_LM, LOWER_IS_BETTER, write_text
-from peft_surgical.training.prepare import count_steps, prepare, rank
+from peft_surgical.training.prepare import prepare, rank
 from peft_surgical.training.progress import LossOfEpochs, ProgressLines, make_results
 
 

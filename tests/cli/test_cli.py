@@ -30,7 +30,7 @@ from peft_surgical.cli.job import read_config, read_layers
 from peft_surgical.files.encodings import ENCODINGS
 from peft_surgical.ranking.scores import AGGREGATIONS, SCORES
 from peft_surgical.training import TrainingJob, TrainingRun
-from peft_surgical.training.prepare import JointCheckpoints
+from peft_surgical.training.common import JointCheckpoints
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,8 @@ from distributed.launch import HERE, ROOT, launch, launch_well, once, skip_if_mi
 from peft_surgical import LayerRanking
 from peft_surgical.training import TrainingJob, evaluate
 from peft_surgical.training.card import newest_checkpoint
-from peft_surgical.training.prepare import load_classifier, load_tokenizer, load_trained, prepare, rank
+from peft_surgical.training.common import load_classifier, load_tokenizer, load_trained
+from peft_surgical.training.prepare import prepare, rank
 
 
 slow = pytest.mark.slow

@@ -24,7 +24,7 @@ from peft_surgical import choose_layers
 from peft_surgical.cli import app
 from peft_surgical.methods.trainer import CHOICES
 from peft_surgical.training import TrainingJob, TrainingRun, evaluate, plan, train
-from peft_surgical.training.prepare import Diverged, JointCheckpoints
+from peft_surgical.training.common import Diverged, JointCheckpoints
 
 
 @pytest.fixture(scope="module")

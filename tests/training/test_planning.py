@@ -21,7 +21,7 @@ from peft_surgical.cli import app
 from peft_surgical.files import adapter
 from peft_surgical.files.encodings import ENCODINGS
 from peft_surgical.training import Plan, TrainingJob, TrainingRun, plan
-from peft_surgical.training.prepare import JointCheckpoints
+from peft_surgical.training.common import JointCheckpoints
 
 
 ROWS = 8

@@ -7,10 +7,10 @@ import pytest
 from datasets import ClassLabel, Dataset, DatasetDict, Features, Value
 from tiny_task import make_rows, save_data, save_tokenizer
 
+from peft_surgical.training.common import load_tokenizer
 from peft_surgical.training.data import find_split, read_splits, split_rows, train_test_split
 from peft_surgical.training.evaluation import compute_metrics
 from peft_surgical.training.job import TrainingJob
-from peft_surgical.training.prepare import load_tokenizer
 from peft_surgical.training.tasks import encode, make_task
 
 

@@ -22,8 +22,8 @@ import peft_surgical.training.prepare as prepare_module
 from peft_surgical import LayerRanking
 from peft_surgical.training import METHODS, TrainingJob, TrainingRun, evaluate, train
 from peft_surgical.training.card import newest_checkpoint
+from peft_surgical.training.common import load_classifier, load_tokenizer, load_trained
 from peft_surgical.training.evaluation import majority
-from peft_surgical.training.prepare import load_classifier, load_tokenizer, load_trained
 
 
 @pytest.fixture(scope="module")
