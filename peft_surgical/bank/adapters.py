@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
@@ -23,7 +23,7 @@ from peft_surgical.files.adapter import method_of
 from peft_surgical.files.check import check_tensors
 from peft_surgical.files.safetensors_io import Spec
 from peft_surgical.methods.config import DeltaConfig
-from peft_surgical.methods.wrappers import BASE, adapter_names_in_forward
+from peft_surgical.methods.wrappers import BASE, hook_rows
 from peft_surgical.names import PREFIX, STRATIFIED, SURGICAL, base_path
 
 
@@ -77,14 +77,15 @@ class AdapterSlots:
 
     def enter(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Put the adapter into the model, with these tensors."""
-        self.is_in_model = True  # from the first change on, in case of an interrupt
         for key, slot in self.slots.items():
             slot.fill(tensors[key])
         for table, entry in self._tables:
             table[self.adapter] = entry
+        self.is_in_model = True  # last, for what an interrupt has cut short is done again
 
     def leave(self) -> None:
-        """Take the adapter out of the model, and let go of its tensors."""
+        """Take the adapter out of the model, and let go of its tensors, also if only some of it is there."""
+        self.is_in_model = False  # first, likewise
         for table, _ in self._tables:
             if self.adapter in table:
                 del table[self.adapter]
@@ -92,7 +93,7 @@ class AdapterSlots:
             slot.fill(None)
         for module in self._modules:
             module._kept.clear()
-        self.is_in_model = False
+            module._kept_twin.clear()
 
 
 def slots_in(prefix: str, entry: Any) -> dict[str, TensorSlot]:
@@ -113,30 +114,42 @@ class InjectedAdapters:
         self.tuned: dict[str, TunedModule] = {}
         self.heads: dict[str, ModulesToSaveWrapper] = {}
         self._peft_models: dict[str, PeftModel] = {}
-        self._rows = ExitStack()  # undoes what a batch of several tasks has set up
+        self._by_rows: list[bool] = []  # what is in it lets the hooks of a batch of several tasks do something
+        self._row_hooks: list[Any] = []  # their handles
 
     def activate(self, adapters: Sequence[str]) -> None:
         """Let these adapters compute, and no other."""
-        self._rows.close()  # in a forked child, the batch of a thread that is not there to end it
+        self._end_rows()
         self.active[:] = adapters
 
+    def _end_rows(self) -> None:
+        """End a batch that an interrupt has cut short, or, in a forked child, that of a thread that is not there."""
+        self._by_rows.clear()  # first, for the end of a batch itself may have been cut short
+        while self._row_hooks:
+            self._row_hooks[-1].remove()
+            self._row_hooks.pop()
+
     @contextmanager
-    def by_rows(self, adapters: Sequence[str]) -> Iterator[None]:
+    def by_rows(self, adapters: Sequence[str], lock: Any) -> Iterator[None]:
         """Let each row of a batch be computed with an adapter of its own, or with the base."""
+        is_on = [True]
 
         def check_rows(module: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> None:
             rows = next((len(x) for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)), len(adapters))
             if is_on and rows != len(adapters):
                 raise ValueError(f"The batch has {rows} rows, but a task was named for each of {len(adapters)} rows.")
 
-        is_on = [True]
-        with self._rows as stack:
-            stack.callback(is_on.clear)
-            if set(adapters) - {BASE}:
-                tuner: Any = next(iter(self._peft_models.values())).base_model
-                stack.enter_context(adapter_names_in_forward(tuner, adapters, ()))
-            stack.callback(self.model.register_forward_pre_hook(check_rows, with_kwargs=True).remove)
+        try:
+            with lock:
+                self._end_rows()
+                self._by_rows = is_on
+                if set(adapters) - {BASE}:
+                    tuner: Any = next(iter(self._peft_models.values())).base_model
+                    hook_rows(tuner, adapters, (), self._row_hooks, is_on)
+                self._row_hooks.append(self.model.register_forward_pre_hook(check_rows, with_kwargs=True))
             yield
+        finally:
+            self._end_rows()
 
     def forget(self, adapter: str) -> None:
         """Drop what PEFT's wrappers note of an adapter beside its tensors."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
@@ -118,17 +118,18 @@ class DeltaBank:
         Whoever waits for the task then is told that it is gone, or gets the new one, if one was added by its name.
         """
         task = self._known(name)
-        with self._lock.exclusively():
+        with self._lock.exclusively(), self._cache.lock:
             if self._tasks.get(name) is not task:
                 self._known(name)  # another thread was faster
                 return
-            del self._tasks[name]
             if task in self._cache.in_use:
                 self._clear()
                 self._lock.forget_key()
             if self._residency.forget(task):
                 said = f"{name!r} (removed, but its wrappers stay in the model)"
                 self._removed[frozenset(task.whole), frozenset(task.tuned)] = said
+            del self._tasks[name]  # only now, so that an interrupted removal may be tried again
+            task.is_removed = True
 
     def __contains__(self, name: object) -> bool:
         return name in self._tasks
@@ -179,12 +180,11 @@ class DeltaBank:
         if isinstance(names, str):
             raise ValueError(f"names={names!r} must be a list with a task for each row.")
         rows = list(names)
-        with ExitStack() as stack:
-            tasks = stack.enter_context(self._held([name for name in dict.fromkeys(rows) if name != BASE], rows))
+        with self._held([name for name in dict.fromkeys(rows) if name != BASE], rows) as tasks:
             adapters = {task.name: task.adapter for task in tasks}
-            with self._cache.lock:  # threads that wait may take tasks out of the model meanwhile
-                stack.enter_context(self._adapters.by_rows([adapters.get(name, BASE) for name in rows]))
-            yield self.model
+            # threads that wait may take tasks out of the model meanwhile
+            with self._adapters.by_rows([adapters.get(name, BASE) for name in rows], self._cache.lock):
+                yield self.model
 
     def activate(self, name: str | None) -> None:
         """Make a task the active one until another is asked for; None for the base itself."""
@@ -221,25 +221,26 @@ class DeltaBank:
     @contextmanager
     def _held(self, names: Sequence[str], rows: Sequence[str] = ()) -> Iterator[tuple[Task, ...]]:
         """Hold the model for tasks, or for a batch whose rows belong to several, with all that they need in place."""
-        with ExitStack() as stack:
-            while True:
-                use = _Use(tuple(map(self._known, names)), tuple(rows))
-                if len(set(rows)) > 1:
-                    self._base.check_heads(use.tasks, has_base=BASE in rows)
-                try:
-                    with self._cache.wanting(use.tasks):
-                        for task in use.tasks:
-                            self._cache.load_early(task)
-                        stack.enter_context(self._lock.held(use, alone=bool(rows)))
-                    break
-                except RemovedError:  # there may be another task by the name now
-                    continue
+        is_held = False
+        while not is_held:
+            use = _Use(tuple(map(self._known, names)), tuple(rows))
+            if len(set(rows)) > 1:
+                self._base.check_heads(use.tasks, has_base=BASE in rows)
             try:
-                for task in use.tasks:
-                    self._residency.use(task)
-                yield use.tasks
-            finally:
-                self._residency.done()
+                with self._cache.wanting(use.tasks):
+                    for task in use.tasks:
+                        self._cache.load_early(task)
+                    with self._lock.held(use, alone=bool(rows)):
+                        is_held = True
+                        try:
+                            for task in use.tasks:
+                                self._residency.use(task)
+                            yield use.tasks
+                        finally:
+                            self._residency.done()
+            except RemovedError:
+                if is_held:
+                    raise  # else there may be another task by the name now
 
     def _switch(self, use: Any) -> None:
         """Make a task the active one. No forward runs meanwhile."""

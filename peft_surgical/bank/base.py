@@ -85,7 +85,7 @@ class BaseIndex:
         if isinstance(config, DeltaConfig):
             with config.naming_itself():
                 if config.check_base:
-                    self._check_base(config.record or {}, touched_by(saved.entries))
+                    self._check_base(config.record or {}, touched_by(found.values()))
                 if task.is_surgical:
                     self._check(task)
         file.close()  # there may be hundreds of tasks

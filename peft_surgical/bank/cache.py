@@ -129,13 +129,11 @@ class TaskCache:
         return self._prefetching.submit(self.load_early, task)
 
     def forget(self, task: Task) -> None:
-        """Free all memory that a task takes, now, or as soon as a read of it that is under way ends."""
-        with self.lock:
-            task.is_removed = True
-            self.in_use.discard(task)
-            for memory in (self.on_device, self.in_host):
-                if task in memory:
-                    memory.evict(task)
+        """Free all memory that a task takes. One who reads it meanwhile finds it removed at the end."""
+        self.in_use.discard(task)
+        for memory in (self.on_device, self.in_host):
+            if task in memory:
+                memory.evict(task)
 
     @contextmanager
     def wanting(self, tasks: Sequence[Task]) -> Iterator[None]:
@@ -198,19 +196,19 @@ class TaskCache:
 
     def _host_buffer(self, task: Task) -> torch.Tensor | None:
         """The task's bytes in host memory, read if need be; None if they have no room there."""
-        with self.lock:
-            buffer = self.in_host.get(task)
-            if buffer is not None:
-                self.traffic["host_hits"] += 1
-                return buffer
-            self.traffic["disk_hits"] += 1
-            try:
-                nbytes = task.layout.nbytes if task.is_lossless else task.stored.nbytes
-                self.in_host.reserve(task, nbytes)
-            except NoRoomError:
-                return None
-        started = time.perf_counter()
         with self._filling(self.in_host, task):
+            with self.lock:
+                buffer = self.in_host.get(task)
+                if buffer is not None:
+                    self.traffic["host_hits"] += 1
+                    return buffer
+                self.traffic["disk_hits"] += 1
+                try:
+                    nbytes = task.layout.nbytes if task.is_lossless else task.stored.nbytes
+                    self.in_host.reserve(task, nbytes)
+                except NoRoomError:
+                    return None
+            started = time.perf_counter()
             buffer = torch.empty(nbytes, dtype=torch.uint8, pin_memory=self.is_on_gpu)
             if task.is_lossless:
                 for key, target in task.layout.views(buffer).items():

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from io import FileIO
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 import numpy as np
 import torch
@@ -191,22 +191,25 @@ class LruBudget(Generic[Key, Value]):
     def __init__(self, name: str, budget: int | None, on_evict: Callable[[Key], None] = lambda key: None):
         self.name = name
         self.budget = budget
-        self.used = 0
         self.peak = 0
         self.evictions = 0
         self._on_evict = on_evict
-        self._sizes: OrderedDict[Key, int] = OrderedDict()
-        self._values: dict[Key, Value] = {}
+        self._held: OrderedDict[Key, tuple[int, Value | None]] = OrderedDict()  # None where room is but set aside
+
+    @property
+    def used(self) -> int:
+        """The bytes of all values, and of the room set aside. A sum that is kept could be wrong after an interrupt."""
+        return sum(nbytes for nbytes, _ in self._held.values())
 
     def __contains__(self, key: object) -> bool:
-        return key in self._values
+        return self._held.get(cast(Key, key), (0, None))[1] is not None
 
     def get(self, key: Key) -> Value | None:
         """A value, which is now the most recently used one; None if there is none."""
-        if key not in self._values:
+        if key not in self:
             return None
-        self._sizes.move_to_end(key)
-        return self._values[key]
+        self._held.move_to_end(key)
+        return self._held[key][1]
 
     def reserve(self, key: Key, nbytes: int, keep: Collection[Key] = ()) -> list[Value]:
         """Set room aside for a value; gives the values given up for it, the least recently used first, none in `keep`.
@@ -216,39 +219,38 @@ class LruBudget(Generic[Key, Value]):
         """
         given_up: list[Key] = []
         if self.budget is not None:
-            free = self.budget - self.used
-            for other, size in self._sizes.items():
+            used = self.used
+            free = self.budget - used
+            for other, (size, value) in self._held.items():
                 if free >= nbytes:
                     break
-                if other in self._values and other not in keep:
+                if value is not None and other not in keep:
                     given_up.append(other)
                     free += size
             if free < nbytes:
                 raise NoRoomError(
                     f"It needs {nbytes:,} bytes and does not fit into the {self.name} budget of {self.budget:,}, of "
-                    f"which {self.used:,} are in use."
+                    f"which {used:,} are in use."
                 )
         values = [self.evict(other) for other in given_up]
-        self._sizes[key] = nbytes
-        self.used += nbytes
+        self._held[key] = nbytes, None
         self.peak = max(self.peak, self.used)
         return values
 
     def put(self, key: Key, value: Value) -> None:
-        self._values[key] = value
+        self._held[key] = self._held[key][0], value
 
     def evict(self, key: Key) -> Value:
         """Give a value up, and return it."""
-        value = self._values.pop(key)
-        self.drop_reservation(key)
-        self.evictions += 1
         self._on_evict(key)
-        return value
+        _, value = self._held.pop(key)
+        self.evictions += 1
+        return cast(Value, value)
 
     def drop_reservation(self, key: Key) -> None:
         """Free the room that was set aside for a value, unless the value is there, or there is no such room."""
-        if key not in self._values:
-            self.used -= self._sizes.pop(key, 0)
+        if key not in self:
+            self._held.pop(key, None)
 
 
 def parse_budget(budget: int | str | None) -> int | None:

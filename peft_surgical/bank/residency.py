@@ -44,13 +44,13 @@ class EagerResidency:
             if task not in self._made:
                 self._made[task] = self._make(task)
             if not self._made[task].is_in_model:
-                self._made[task].enter(resident.tensors)
                 self._adapters.configs[task.adapter] = task.config
+                self._made[task].enter(resident.tensors)
         return task.adapter
 
     def withdraw(self, task: Task) -> None:
         """Take a task out of the model, if it is there."""
-        if task in self._made and self._made[task].is_in_model:
+        if task in self._made:
             self._made[task].leave()
             self._adapters.configs.pop(task.adapter, None)
 
@@ -63,13 +63,10 @@ class EagerResidency:
 
     def forget(self, task: Task) -> bool:
         """Free all memory that a task takes; gives whether the model keeps its wrappers. No forward runs meanwhile."""
-        with self._cache.lock:
-            self._cache.forget(task)
-            self.withdraw(task)
-            was_made = self._made.pop(task, None) is not None
-            if was_made:
-                self._adapters.forget(task.adapter)
-            return was_made
+        self._cache.forget(task)
+        self.withdraw(task)
+        self._adapters.forget(task.adapter)
+        return self._made.pop(task, None) is not None
 
     def _make(self, task: Task) -> AdapterSlots:
         """Make slots for a task: with PEFT, or twenty times faster where all modules are wrapped already."""

@@ -125,6 +125,10 @@ class KeptTwin:
     """The twin of a module without children, such as a norm, made anew once anything of the module has changed."""
 
     def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        """Let go of what is kept."""
         self._kept: tuple[list[Any], nn.Module | None] = ([], None)  # one tuple, for threads
 
     def get(self, module: Any, copies: Any) -> nn.Module | None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +70,7 @@ class AdapterFile:
     config: PeftConfig
     file: AdapterTensors
 
-    @cached_property
+    @property
     def entries(self) -> list[Entry]:
         return entries(self.file)
 

@@ -13,7 +13,6 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -114,23 +113,28 @@ def naming(what: object) -> Iterator[None]:
 class TensorFile(Mapping[str, torch.Tensor]):
     """A safetensors file, memory-mapped. Tensors that have a checksum are checked when they are read."""
 
+    header: Header | None  # the record of the base and the checksums; None of a file that another program wrote
     stored_as: dict[str, str]  # by a name in `names_in_file`, where it is another: the one that the file has
 
     def __init__(self, path: str | os.PathLike, present_name: Callable[[str], str] = lambda name: name):
         self.path = Path(path)
+        self._opened: Any = None
+        self.header = self._read_header()
         self.names_in_file = {present_name(name): name for name in self._file.keys()}
         self.stored_as = {}
 
-    @cached_property
+    @property
     def _file(self) -> Any:
-        try:
-            return safe_open(self.path, framework="pt")
+        opened = self._opened
+        try:  # no cached_property: up to Python 3.11 its class has one lock, which a forked child may find locked
+            opened = self._opened = opened or safe_open(self.path, framework="pt")
         except (SafetensorError, OSError) as error:
             raise ValueError(f"{self.path} cannot be read as a safetensors file ({error}). Copy it again.") from error
+        return opened
 
     def close(self) -> None:
         """Let go of the file until a tensor is asked for."""
-        vars(self).pop("_file", None)
+        self._opened = None
 
     def also_as(self, name: str, other: str, present_name: Callable[[str], str] = lambda name: name) -> None:
         """Let a tensor have another name as well; `present_name` gives what that is called here."""
@@ -175,9 +179,7 @@ class TensorFile(Mapping[str, torch.Tensor]):
         spec = self.spec(name)
         return torch.empty(spec.shape, dtype=spec.dtype, device="meta")
 
-    @cached_property
-    def header(self) -> Header | None:
-        """The record of the base and the checksums; None of a file that another program wrote."""
+    def _read_header(self) -> Header | None:
         try:
             return Header.parse(self._file.metadata() or {})
         except (ValueError, TypeError, RecursionError) as error:

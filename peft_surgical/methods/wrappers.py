@@ -156,6 +156,26 @@ def adapter_names_in_forward(
 
     The first tensor in `inputs` tells the number of rows. With beam search each is repeated, except in an encoder.
     """
+    handles: list[Any] = []
+    is_on = [True]
+    try:
+        hook_rows(tuner, adapter_names, inputs, handles, is_on, num_beams)
+        yield
+    finally:
+        is_on.clear()
+        for handle in handles:
+            handle.remove()
+
+
+def hook_rows(
+    tuner: BaseTuner,
+    adapter_names: Sequence[str],
+    inputs: Iterable[Any],
+    handles: list[Any],
+    is_on: list[bool],
+    num_beams: int = 1,
+) -> None:
+    """Hook every adapted module; hooks that an interrupt leaves behind do nothing once `is_on` is empty."""
     model = tuner.model
     used = [name for name in dict.fromkeys(adapter_names) if name != BASE]
     _check_rows(tuner, used)
@@ -170,20 +190,13 @@ def adapter_names_in_forward(
     has_encoder = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
     encoder = model.get_encoder() if num_beams > 1 and has_encoder else None
     in_encoder = {id(m) for m in encoder.modules()} if encoder is not None else set()
-    handles, is_on = [], [True]  # an interrupt may leave hooks behind, which then do nothing
-    try:
-        for module in model.modules():
-            if isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper)) and isinstance(module, nn.Module):
-                names = list(adapter_names) if id(module) in in_encoder else repeated
-                if isinstance(module, AuxiliaryTrainingWrapper):  # PEFT's own does not know adapters without a copy
-                    names = [name if name in module._adapters else BASE for name in names]
-                hook = partial(_add_adapter_names, adapter_names=names, is_on=is_on)
-                handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
-        yield
-    finally:
-        is_on.clear()
-        for handle in handles:
-            handle.remove()
+    for module in model.modules():
+        if isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper)) and isinstance(module, nn.Module):
+            names = list(adapter_names) if id(module) in in_encoder else repeated
+            if isinstance(module, AuxiliaryTrainingWrapper):  # PEFT's own does not know adapters without a copy
+                names = [name if name in module._adapters else BASE for name in names]
+            hook = partial(_add_adapter_names, adapter_names=names, is_on=is_on)
+            handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
 
 
 def _add_adapter_names(

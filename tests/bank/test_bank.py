@@ -838,6 +838,22 @@ def test_a_budget_refuses_without_giving_anything_up():
     assert (memory.used, memory.peak) == (90, 90)
 
 
+def test_nothing_that_a_module_keeps_holds_a_removed_tasks_memory(tmp_path):
+    """A norm that is not PyTorch's own keeps what it computed with last."""
+    model = build("llama")
+    tuned = get_peft_model(build("llama"), SurgicalConfig(task_type="CAUSAL_LM", layers=[1]))
+    tuned.save_pretrained(tmp_path / "t")
+    bank = DeltaBank(model)
+    bank.add("t", tmp_path / "t")
+    with bank.task("t") as active, torch.no_grad():
+        active(torch.tensor([[1, 2, 3]]))
+    place = bank._cache.on_device.get(bank._tasks["t"]).buffer.untyped_storage().data_ptr()
+    bank.remove("t")
+    gc.collect()
+    tensors = (t for t in gc.get_objects() if isinstance(t, torch.Tensor) and t.device.type == "cpu")
+    assert not any(t.layout is torch.strided and t.untyped_storage().data_ptr() == place for t in tensors)
+
+
 def test_a_file_is_read_into_aligned_places(tmp_path):
     tensors = {
         "a": torch.randn(3),

@@ -1,0 +1,156 @@
+"""An interrupt, and a fork by another thread, at every line that a bank runs: afterwards it answers as before.
+
+The random walks meet by chance what this meets for sure: the one line at which what is half done shows. Sixty of
+the lines, unless PEFT_SURGICAL_LINES says how many.
+"""
+
+from __future__ import annotations
+
+import linecache
+import os
+import queue
+import random
+import sys
+import threading
+from collections.abc import Callable
+from types import FrameType
+
+import pytest
+import torch
+from test_bank import X, ask, base, buffers_alive, size_on_device
+from test_random_walk import check
+from test_threads import in_child, needs_fork
+
+from peft_surgical.bank import DeltaBank
+
+
+pytestmark = [pytest.mark.slow, needs_fork]
+LINES = int(os.environ.get("PEFT_SURGICAL_LINES", 60))
+TRACED = ("/peft_surgical/bank/", "/peft_surgical/methods/wrappers.py", "contextlib.py")
+
+Line = tuple[int, str, int]
+"""The number of a step, a file, and a line of it."""
+
+
+class Steps:
+    """What a bank is asked for, one step after the other, and what it must answer whatever happened in between."""
+
+    def __init__(self, versions, compiled: bool, size: int):
+        self.folder, self.answers = versions
+        self.size, self.compiled = size, compiled
+        self.bank = DeltaBank(base(), None if compiled else 2 * self.size, self.size, compiled=compiled)
+        for name, version in (("a", "a 0"), ("b", "b 1"), ("c", "c 2")):
+            self.bank.add(name, self.folder / version)
+            ask(self.bank, name)
+        with torch.no_grad():
+            self.alone = base()(**X).logits
+        self.number = -1
+
+    def batch(self, *rows: str) -> torch.Tensor:
+        with self.bank.batch(rows) as model, torch.no_grad():
+            return model(**X).logits
+
+    def run(self) -> None:
+        bank = self.bank
+        batches: list[Callable] = [lambda: self.batch("a", "a", "__base__", "b"), lambda: self.batch(*"cbbc")]
+        steps: list[Callable] = [
+            *(lambda: ask(bank, "a"), lambda: ask(bank, "c"), lambda: bank.activate("b"), lambda: ask(bank, None)),
+            *([] if self.compiled else batches),
+            *(lambda: bank.remove("a"), lambda: bank.add("a", self.folder / "a 2"), lambda: ask(bank, "a")),
+            lambda: bank.remove("a"),
+        ]
+        for self.number, step in enumerate(steps):
+            step()
+
+    def lines(self) -> list[Line]:
+        """Some of the lines that the steps run."""
+        found: dict[Line, None] = {}
+        self.on_each_line(lambda line: found.setdefault(line))
+        return random.Random(0).sample([*found], min(LINES, len(found)))
+
+    def on_each_line(self, reached: Callable[[Line], None]) -> None:
+        """Call a function before each line that the steps run, in this thread."""
+
+        def trace(frame: FrameType, event: str, _: object) -> Callable | None:
+            name = frame.f_code.co_filename
+            if not any(part in name for part in TRACED):
+                return None
+            # no interrupt can come at `try:`, nor where the line of a `with` is reached again at its end
+            if event == "line" and not linecache.getline(name, frame.f_lineno).lstrip().startswith(("try:", "with ")):
+                reached((self.number, name, frame.f_lineno))
+            return trace
+
+        sys.settrace(trace)
+        try:
+            self.run()
+        finally:
+            sys.settrace(None)
+
+    def check(self) -> None:
+        """Check that the bank is whole, and that nothing of removed tasks is left."""
+        bank, answers = self.bank, self.answers
+        for name, version in (("b", "b 1"), ("c", "c 2"), ("b", "b 1")):
+            assert torch.equal(ask(bank, name), answers[version]), name
+        if not self.compiled:
+            expected = torch.cat([answers["c 2"][:2], self.alone[2:3], answers["b 1"][3:]])
+            assert torch.allclose(self.batch("c", "c", "__base__", "b"), expected, atol=1e-6)
+        assert torch.equal(ask(bank, "b"), answers["b 1"])
+        assert torch.equal(ask(bank, None), self.alone)
+        for name in bank:
+            bank.remove(name)
+        bank.add("a", self.folder / "a 0")
+        assert torch.equal(ask(bank, "a"), answers["a 0"])
+        bank.prefetch("a").result(60)
+        bank.remove("a")
+        if not self.compiled:
+            stats = bank.stats()
+            assert stats.device_bytes == stats.host_bytes == buffers_alive(bank) == 0
+            assert stats.device_peak <= 2 * self.size
+        assert not any(module._forward_pre_hooks for module in bank.model.modules())
+
+
+def interrupt_every_line(versions, compiled: bool, size: int) -> None:
+    for line in Steps(versions, compiled, size).lines():
+
+        def interrupt(here: Line, line: Line = line) -> None:
+            if here == line:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+
+        steps = Steps(versions, compiled, size)
+        with pytest.raises(KeyboardInterrupt):
+            steps.on_each_line(interrupt)
+        try:
+            steps.check()
+        except BaseException as error:
+            raise AssertionError(f"interrupted at {line}") from error
+
+
+def fork_at_every_line(versions, compiled: bool, size: int) -> None:
+    lines = {*Steps(versions, compiled, size).lines()}
+    steps = Steps(versions, compiled, size)
+    mutexes = steps.bank._lock._mutex, steps.bank._cache.lock
+    at: queue.Queue[Line | None] = queue.Queue()
+    is_forked = threading.Semaphore(0)
+
+    def wait_for_fork(line: Line) -> None:
+        if line in lines and not any(mutex._is_owned() for mutex in mutexes):  # a fork waits for them
+            lines.remove(line)
+            at.put(line)
+            is_forked.acquire()
+
+    def work() -> None:
+        steps.on_each_line(wait_for_fork)
+        at.put(None)
+
+    threading.Thread(target=work, daemon=True).start()
+    while (line := at.get(timeout=60)) is not None:
+        assert in_child(steps.check) == 0, f"forked at {line}"
+        is_forked.release()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("sweep", [interrupt_every_line, fork_at_every_line])
+def test_the_bank_is_whole_after(sweep, compiled, versions):
+    size = max(size_on_device(versions[0], key) for key in versions[1])
+    check(sweep, versions, compiled, size, seconds=60 + LINES)
