@@ -47,7 +47,7 @@ def untouched(model: nn.Module, seed: int = 0) -> Iterator[None]:
         _freeze(modules, parameters)
         yield
     finally:
-        with _uninterrupted():
+        with uninterrupted():
             stack.close()
 
 
@@ -78,7 +78,7 @@ def _freeze(modules: Sequence[nn.Module], parameters: Sequence[Place]) -> None:
 
 
 @contextmanager
-def _uninterrupted() -> Iterator[None]:
+def uninterrupted() -> Iterator[None]:
     """A context that Ctrl-C ends only after its end."""
     alone = threading.current_thread() is threading.main_thread()  # only the main thread is interrupted
     if not alone or signal.getsignal(signal.SIGINT) is None:

@@ -24,6 +24,7 @@ from peft_surgical.copies.columns import ColumnTensors
 from peft_surgical.copies.module import TunedModule
 from peft_surgical.copies.select import innermost_tuned
 from peft_surgical.files.check import check_tied
+from peft_surgical.fisher.model_state import uninterrupted
 from peft_surgical.layers import LayerSpec
 from peft_surgical.methods.combine import united_config
 from peft_surgical.methods.heads import take_out_own
@@ -91,7 +92,8 @@ def prepare_model_for_hotswap(
 def swap_in(model: nn.Module, state: Mapping[str, torch.Tensor], adapter_name: str, config: Any) -> None:
     """Put a saved adapter's values into an adapter of the model. Modules that it does not tune get the base's values.
 
-    Nothing is changed if it does not fit: another base, modules that have no room here, another shape.
+    Nothing is changed if it does not fit: another base, modules that have no room here, another shape. Ctrl-C waits
+    for the values to be in place.
     """
     tuner = _tuner(model, adapter_name)
     if any(adapter_name in m.merged_adapters for m in tuner.model.modules() if isinstance(m, BaseTunerLayer)):
@@ -118,14 +120,16 @@ def swap_in(model: nn.Module, state: Mapping[str, torch.Tensor], adapter_name: s
         take_out_own(copies, tuner.model, config)
         _check_pairs(pairs, copies, adapter_name)
         check_tied({key: value for key, _, value in pairs}, {key: target for key, target, _ in pairs}, adapter_name)
-    if isinstance(config, LoraConfig):  # PEFT swaps its matrices and scalings; where there are none they become zero
-        named = insert_adapter_name(lora, adapter_name, "lora_")
-        inspect.unwrap(hotswap.hotswap_adapter_from_state_dict)(model, named, adapter_name, config)
-    with torch.no_grad():
+    with uninterrupted(), torch.no_grad():
+        if isinstance(
+            config, LoraConfig
+        ):  # PEFT swaps its matrices and scalings; those that are not there become 0
+            named = insert_adapter_name(lora, adapter_name, "lora_")
+            inspect.unwrap(hotswap.hotswap_adapter_from_state_dict)(model, named, adapter_name, config)
         for _, target, value in pairs:
             target.copy_(value)
-    own.labels, own.ranking_record = config.labels, config.ranking_record
-    tuner._sync_labels()
+        own.labels, own.ranking_record = config.labels, config.ranking_record
+        tuner._sync_labels()
 
 
 Pair = tuple[str, torch.Tensor, torch.Tensor]

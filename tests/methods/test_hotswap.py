@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import signal
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from adapters import METHODS, TASKS, base_outputs, make, outputs, save, shake
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.utils.hotswap import hotswap_adapter, prepare_model_for_compiled_hotswap
 from tiny_models import build
+from torch.overrides import TorchFunctionMode
 
 from peft_surgical import SurgicalConfig
 from peft_surgical.methods.hotswap import prepare_model_for_hotswap
@@ -36,6 +38,31 @@ def test_swapping_gives_the_other_adapter_in_the_same_tensors(method, family, tm
     assert identities(model) == before
     with model.disable_adapter():
         assert torch.equal(outputs(model, family), base_outputs(family))
+
+
+class PressAt(TorchFunctionMode):
+    """Press Ctrl-C after a copy of values."""
+
+    def __init__(self, number: int):
+        super().__init__()
+        self.left = number
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **kwargs or {})
+        self.left -= function is torch.Tensor.copy_
+        if self.left == 0 and function is torch.Tensor.copy_:
+            signal.raise_signal(signal.SIGINT)
+        return result
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_an_interrupt_waits_for_the_end_of_a_swap(method, tmp_path):
+    first, second = make(method, "bert", [1, 2], seed=1), make(method, "bert", [1, 2], seed=2)
+    paths = [save(model, tmp_path / str(i)) for i, model in enumerate([first, second])]
+    model = PeftModel.from_pretrained(build("bert"), paths[0]).eval()
+    with pytest.raises(KeyboardInterrupt), PressAt(2):
+        hotswap_adapter(model, paths[1], adapter_name="default")
+    assert torch.equal(outputs(model, "bert"), outputs(second, "bert"))
 
 
 @cases
