@@ -121,9 +121,7 @@ def swap_in(model: nn.Module, state: Mapping[str, torch.Tensor], adapter_name: s
         _check_pairs(pairs, copies, adapter_name)
         check_tied({key: value for key, _, value in pairs}, {key: target for key, target, _ in pairs}, adapter_name)
     with uninterrupted(), torch.no_grad():
-        if isinstance(
-            config, LoraConfig
-        ):  # PEFT swaps its matrices and scalings; those that are not there become 0
+        if isinstance(config, LoraConfig):  # PEFT swaps its matrices and scalings; those that are not there become 0
             named = insert_adapter_name(lora, adapter_name, "lora_")
             inspect.unwrap(hotswap.hotswap_adapter_from_state_dict)(model, named, adapter_name, config)
         for _, target, value in pairs:
