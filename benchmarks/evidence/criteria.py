@@ -20,6 +20,7 @@ from benchmarks.evidence import (
     probes,  # noqa: F401 - registers its scores
     tangent_kernels,  # noqa: F401
 )
+from benchmarks.evidence.literature import LITERATURE
 from benchmarks.evidence.training import task_loss
 from benchmarks.evidence.warm_start import rows_of, same_layers, samples_of, warm_head
 from peft_surgical.ranking.scores import LayerScores, ScoreRequest, register_score
@@ -141,7 +142,7 @@ def main() -> None:
         print(f"{score:16} {time.perf_counter() - began:7.1f} s  {ranking.order}")
 
 
-CHEAP = ("middle", "alternate", "published_code")
+CHEAP = ("middle", "alternate", "published_code", *LITERATURE)
 COSTLY = (
     "fisher_warm",
     "fisher_relative",
@@ -154,7 +155,7 @@ COSTLY = (
 )
 """Measured with the first seed only; the other seeds train what it chose."""
 CRITERIA = (*CHEAP, *COSTLY)
-"""The scores of this file."""
+"""The scores of this file and of those that it imports."""
 
 
 if __name__ == "__main__":
