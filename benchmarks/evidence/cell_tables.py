@@ -10,9 +10,10 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.common.table_format import INTERVALS, MISSING, number, points, table
-from benchmarks.evidence import cells, methods, records
+from benchmarks.evidence import cells, few_rows, methods, records
 from benchmarks.evidence.findings import Difference, Results
-from benchmarks.evidence.jobs import Place
+from benchmarks.evidence.literature import LITERATURE
+from benchmarks.evidence.place import Place
 from benchmarks.evidence.plans import RATE_TASKS
 from benchmarks.evidence.tasks import TASKS
 
@@ -40,11 +41,11 @@ class Finished(Place):
         return self.decoder
 
 
-def cells_table(results: Results) -> str:
+def cells_table(results: Results, few: int = 0) -> str:
     """Ways to choose k layers, each at a rate of its own (of a decoder, at one for each k)."""
-    measured = CellValues(results)
+    measured = CellValues(results, few)
     counts = sorted({len(m.split(".")) for run in measured.runs if (m := run["tuning"]).startswith("layers-")})
-    kinds = [*cells.KINDS, *(OTHERS if measured.is_decoder else ())]
+    kinds = [*cells.KINDS, *LITERATURE, *(OTHERS if measured.is_decoder else ())]
     counts = cells.default_counts(results.depth) if not measured.is_decoder else [k for k in counts if k in (3, 6, 9)]
     rows = []
     for name in cells.cell_names([*PARTS, *kinds], counts):
@@ -53,7 +54,7 @@ def cells_table(results: Results) -> str:
         if math.isnan(rate) or len(tasks) < len(RATE_TASKS):
             continue
         against = measured.difference(name, "full")
-        fewer = measured.difference(name, "full", [task for task in tasks if TASKS[task].revision == 1])
+        fewer = measured.difference(name, "full", [task for task in tasks if _as_in_0_1_0(task)])
         means = [np.mean([of_cell[t, s][0] for t, s in of_cell if t == task]) for task in tasks]
         cost = [after - before for _, forgot in of_cell.values() for before, after in forgot]
         rows.append(
@@ -69,8 +70,18 @@ def cells_table(results: Results) -> str:
             ]
         )
     header = ["layers", "k", "rate", "tasks", "mean of these", f"minus full {INTERVALS}"]
-    header += [f"without {', '.join(task for task in measured.tasks if TASKS[task].revision > 1)}"]
+    header += [f"without {', '.join(task for task in measured.tasks if not _as_in_0_1_0(task))}"]
     return table([*header, "better:worse", *(["loss on plain text"] if measured.is_decoder else [])], rows)
+
+
+def _as_in_0_1_0(task: str) -> bool:
+    return TASKS[few_rows.whole(task)].revision == 1
+
+
+def few_rows_table(results: Results) -> str:
+    """The same for each number of training rows that tasks were cut to."""
+    named = [file.stem.partition("@")[2] for file in results.folder.glob("runs/*@*.jsonl")]
+    return "\n\n".join(f"{n} training rows:\n\n{cells_table(results, n)}" for n in sorted(set(map(int, named))))
 
 
 def tasks_table(results: Results) -> str:
@@ -152,13 +163,15 @@ class CellValues:
 
     Args:
         results: The results of the model.
+        few: Those with so few training rows; 0 for those with all.
     """
 
-    def __init__(self, results: Results):
+    def __init__(self, results: Results, few: int = 0):
         self._k = results.k
-        self.runs = [run for file in results.folder.glob("runs/*.jsonl") for run in records.read(file)]
+        files = {task: results.folder / f"runs/{task}.jsonl" for task in (few_rows.named(name, few) for name in TASKS)}
+        self.tasks = [task for task, file in files.items() if file.exists()]
+        self.runs = [run for task in self.tasks for run in records.read(files[task])]
         self.is_decoder = any("plain" in run for run in self.runs)
-        self.tasks = [task for task in TASKS if any(run["task"] == task for run in self.runs)]
         place = Finished("", Path(), results.folder, Path(), "cpu", results.depth, self.is_decoder)
         seeds = sorted({run["seed"] for run in self.runs})
         self._cells = cells.Cells(place, [], self.tasks, seeds, shared=cells.SHARED if self.is_decoder else None)

@@ -109,7 +109,8 @@ def outliers(request: ScoreRequest) -> LayerScores:
 
     The layerwise outlier distribution of OWL (Yin et al. 2023, arXiv 2310.05175, section 3.2, and their code
     luuyin/OWL), by which OWS (Li et al. 2024, arXiv 2405.18380) samples the layers to tune anew every few steps; here
-    the best stay chosen. x_j is input j of a linear map over all tokens but padding; all maps of a layer count together.
+    the best stay chosen. x_j is input j of a linear map, over all tokens but padding; all maps of a layer count
+    together.
     """
     groups = [[m for m in layer.module.modules() if isinstance(m, nn.Linear)] for layer in request.layers]
     maps = [module for group in groups for module in group]

@@ -6,7 +6,8 @@
 `all` does these in turn, and any of them may be called alone:
 
     rates       choose a learning rate for each family of methods, on RTE, MRPC and CoLA whatever the --tasks
-    cells       train --methods with --k layers, each at a rate of its own that held-out rows choose, or at --rate
+    cells       train --methods with --k layers, each at a rate of its own that held-out rows choose, or at --rate;
+                on few training rows with --rows
     rank        rank the layers of all tasks by all scores
     train       train and evaluate what some --questions compare
     samples     rank the layers from few samples (in `all` with the first seed)
@@ -30,7 +31,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.evidence import cells, criteria, methods, records, tasks
+from benchmarks.evidence import cells, criteria, few_rows, methods, records, tasks
 from benchmarks.evidence.jobs import Job, Place, kinds_of_labels
 from benchmarks.evidence.plans import (
     RANK_WEIGHT,
@@ -73,7 +74,11 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--k", type=int, nargs="+", help="for cells; default: 1, 3 and 5 of 12 layers")
     parser.add_argument("--rate", type=float, help="for cells; default: the one that held-out rows choose")
+    parser.add_argument("--rows", type=int, default=0, help="for cells: so few training rows, drawn by the seed")
     options = parser.parse_args(arguments)
+    if options.rows and options.command != "cells":
+        parser.error("--rows is for the command cells alone.")
+    options.tasks = [few_rows.named(task, options.rows) for task in options.tasks]
     options.results = options.results or RESULTS / Path(options.model).name
     options.cache = options.cache / Path(options.model).name
     return options
@@ -164,7 +169,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     place = Place(options.model, options.data, options.results, options.cache, device)
     rates = options.command == "cells" and not options.rate
-    for task in dict.fromkeys((*RATE_TASKS, *options.tasks) if rates else options.tasks):
+    for task in dict.fromkeys((*cells.rate_tasks(options.tasks), *options.tasks) if rates else options.tasks):
         place.read(task)  # into the cache, before several processes want it
     known = place.sizes()
     if found := {

@@ -71,6 +71,7 @@ TABLES: dict[str, Callable[[Results], str]] = {
     "tasks": tasks_as_run,
     "coverage": coverage,
     "cells": cell_tables.cells_table,
+    "few-rows": cell_tables.few_rows_table,
     "choices": cell_tables.choices_table,
     "pairs": cell_tables.pairs_table,
     "metrics": cell_tables.tasks_table,

@@ -194,7 +194,7 @@ TASKS: dict[str, Task] = {
 
 def is_current(record: dict[str, Any]) -> bool:
     """Whether a record is of its task as it is now."""
-    return record.get("revision", 1) == TASKS[record["task"]].revision
+    return record.get("revision", 1) == TASKS[record["task"].partition("@")[0]].revision
 
 
 def load(name: str, tokenizer: Any, data: Path) -> TaskData:
