@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -44,11 +45,8 @@ class Finished(Place):
 def cells_table(results: Results, few: int = 0) -> str:
     """Ways to choose k layers, each at a rate of its own (of a decoder, at one for each k)."""
     measured = CellValues(results, few)
-    counts = sorted({len(m.split(".")) for run in measured.runs if (m := run["tuning"]).startswith("layers-")})
-    kinds = [*cells.KINDS, *LITERATURE, *(OTHERS if measured.is_decoder else ())]
-    counts = cells.default_counts(results.depth) if not measured.is_decoder else [k for k in counts if k in (3, 6, 9)]
     rows = []
-    for name in cells.cell_names([*PARTS, *kinds], counts):
+    for name in measured.names():
         rate, of_cell = measured.cell(name)
         tasks = [task for task in measured.tasks if any(t == task for t, _ in of_cell)]
         if math.isnan(rate) or len(tasks) < len(RATE_TASKS):
@@ -164,11 +162,12 @@ class CellValues:
     Args:
         results: The results of the model.
         few: Those with so few training rows; 0 for those with all.
+        every: Those of these tasks.
     """
 
-    def __init__(self, results: Results, few: int = 0):
+    def __init__(self, results: Results, few: int = 0, every: Iterable[str] = TASKS):
         self._k = results.k
-        files = {task: results.folder / f"runs/{task}.jsonl" for task in (few_rows.named(name, few) for name in TASKS)}
+        files = {task: results.folder / f"runs/{task}.jsonl" for task in (few_rows.named(name, few) for name in every)}
         self.tasks = [task for task, file in files.items() if file.exists()]
         self.runs = [run for task in self.tasks for run in records.read(files[task])]
         self.is_decoder = any("plain" in run for run in self.runs)
@@ -177,6 +176,15 @@ class CellValues:
         self._cells = cells.Cells(place, [], self.tasks, seeds, shared=cells.SHARED if self.is_decoder else None)
         self._known: dict[str, tuple[float, dict[tuple[str, int], tuple[float, list[list[float]]]]]] = {}
 
+    def names(self) -> list[str]:
+        """The cells of the tables, whether there are runs or not."""
+        counts, depth = cells.default_counts(self._cells.place.depth), self._cells.place.depth
+        if self.is_decoder:
+            named = {len(m.split(".")) for run in self.runs if (m := run["tuning"]).startswith("layers-")}
+            counts = sorted(named & {depth // 6, depth // 3, depth // 2})
+        others = OTHERS if self.is_decoder else ()
+        return cells.cell_names([*PARTS, *cells.KINDS, *LITERATURE, *others], counts)
+
     def cell_name(self, name: str) -> str:
         """A way to choose layers as the cell of a third of them (of an encoder, of 5 in 12); a method by its own
         name."""
@@ -184,12 +192,20 @@ class CellValues:
         return name if methods.family(name) in methods.RATES else f"{name}:{count}"
 
     def cell(self, name: str) -> tuple[float, dict[tuple[str, int], tuple[float, list[list[float]]]]]:
-        """The rate of a cell, and for each task and seed its metric and what was forgotten; see `values`."""
+        """The rate of a cell, and for each task and seed its metric (the mean over draws) and what was forgotten."""
         if name not in self._known:
-            kind, _, count = name.partition(":")
-            judged_by = f"alternate:{count}" if kind in methods.HALVED else name
-            self._known[name] = values(self._cells, name, judged_by)
+            rate, runs = self.runs_of(name)
+            measured = {}
+            for key, there in runs.items():
+                metric = float(np.mean([run["validation"][run["metric"]] for run in there]))
+                measured[key] = metric, [run["plain"] for run in there if "plain" in run]
+            self._known[name] = rate, measured
         return self._known[name]
+
+    def runs_of(self, name: str) -> tuple[float, dict[tuple[str, int], list[dict]]]:
+        """The rate of a cell, and for each task and seed its runs at that rate; several where layers are random."""
+        kind, _, count = name.partition(":")
+        return runs_of_cell(self._cells, name, f"alternate:{count}" if kind in methods.HALVED else name)
 
     def difference(self, name: str, other: str, chosen: Sequence[str] | None = None) -> Difference:
         """One cell against another in points, paired by task and seed, on the tasks that both have."""
@@ -201,16 +217,15 @@ class CellValues:
         return Difference([points_of for points_of in paired if points_of])
 
 
-def values(
+def runs_of_cell(
     found: cells.Cells, name: str, judged_by: str
-) -> tuple[float, dict[tuple[str, int], tuple[float, list[list[float]]]]]:
-    """The rate of a cell, chosen with another one, and for each task and seed its metric and what was forgotten; means
-    over random draws."""
+) -> tuple[float, dict[tuple[str, int], list[dict[str, Any]]]]:
+    """The rate of a cell, chosen with another one, and for each task and seed its runs."""
     tasks = list(found.every_task)
     orders = found.orders()
     done = {task: found.place.runs(task) for task in tasks}
     rate, untried = found.chosen_rate(judged_by, done, orders)
-    measured: dict[tuple[str, int], tuple[float, list[list[float]]]] = {}
+    measured: dict[tuple[str, int], list[dict[str, Any]]] = {}
     if untried:
         return math.nan, measured
     for task in tasks:
@@ -221,8 +236,6 @@ def values(
                     runs.append(done[task].get((methods.resolve(plan, orders[task, seed]), rate, seed)))
                 except KeyError:
                     continue
-            there = [run for run in runs if run]
-            if there:
-                metric = float(np.mean([run["validation"][run["metric"]] for run in there]))
-                measured[task, seed] = metric, [run["plain"] for run in there if "plain" in run]
+            if there := [run for run in runs if run]:
+                measured[task, seed] = there
     return rate, measured

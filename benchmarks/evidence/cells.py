@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.evidence import criteria, few_rows, methods
+from benchmarks.evidence import criteria, few_rows, methods, texts
 from benchmarks.evidence.jobs import RANDOM_DRAWS, Job, Place
 from benchmarks.evidence.plans import RATE_TASKS, alternate, train_jobs, weight
 
@@ -44,9 +44,10 @@ def default_counts(depth: int) -> list[int]:
 
 
 def rate_tasks(chosen: Sequence[str]) -> list[str]:
-    """The tasks that rates are chosen on, with as many training rows as the chosen ones."""
-    _, _, rows = next(iter(chosen), "").partition("@")
-    return [few_rows.named(task, int(rows or 0)) for task in RATE_TASKS]
+    """The tasks that rates are chosen on: those of language modelling for these, and with as many training rows."""
+    name, _, rows = next(iter(chosen), "").partition("@")
+    of_kind = texts.TASKS if name in texts.TASKS else RATE_TASKS
+    return [few_rows.named(task, int(rows or 0)) for task in of_kind]
 
 
 def fixed_orders(depth: int) -> dict[str, Sequence[int]]:

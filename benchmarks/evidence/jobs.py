@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.evidence import criteria, decoders, few_rows, methods, records, tasks, training, warm_start
+from benchmarks.evidence import criteria, decoders, few_rows, methods, records, tasks, texts, training, warm_start
 from benchmarks.evidence.place import Place
 from benchmarks.evidence.training import Trainee
 from benchmarks.evidence.turns import make_trainee
@@ -58,6 +58,7 @@ def train_job(place: Place, job: Job) -> None:
     plain = decoders.plain_text(place.model).to(place.device) if place.is_decoder else None
     base = place.load(job.task, job.seed)
     before = decoders.plain_loss(base, plain) if plain is not None else None
+    untuned = training.predict(base, data.validation) if data.train.labels.dim() == 2 else None
     began = time.perf_counter()
     trainees = []
     for tuning, rate in zip(job.items, job.rates, strict=True):
@@ -69,7 +70,7 @@ def train_job(place: Place, job: Job) -> None:
     training.fit(trainees, task, seen, data.held_out, seed=job.seed, graphs=graphs)
     for tuning, trainee in zip(job.items, trainees, strict=True):
         assert trainee.best is not None
-        measured = tasks.score(task, training.predict(trainee.model, data.validation), data.validation)
+        said = training.predict(trainee.model, data.validation)
         result = {
             "model": Path(place.model).name,
             "task": job.task,
@@ -78,9 +79,10 @@ def train_job(place: Place, job: Job) -> None:
             "seed": job.seed,
             "revision": task.revision,
             "metric": task.metric,
-            "validation": measured,
+            "validation": tasks.score(task, said, data.validation),
             "held_out": {task.metric: trainee.best.rank[0], "loss": -trainee.best.rank[1]},
             **({"plain": [before, decoders.plain_loss(trainee.model, plain)]} if plain is not None else {}),
+            **({"documents": [_rounded(untuned), _rounded(said)]} if untuned is not None else {}),
             "best_epoch": trainee.best.epoch,
             "history": trainee.history,
             **methods.size(trainee.model),
@@ -93,11 +95,16 @@ def train_job(place: Place, job: Job) -> None:
         records.append(place.runs_file(job.task), result)
 
 
+def _rounded(losses: torch.Tensor) -> list[float]:
+    return [round(loss, 2) for loss in losses[:, 0].tolist()]
+
+
 def rank_job(place: Place, job: Job) -> None:
     """Rank the layers of a task by several scores."""
     rows = place.read(job.task, job.seed).train
     if place.is_decoder:
-        features = decoders.features(place.model, few_rows.whole(job.task), rows)
+        whole = few_rows.whole(job.task)
+        features = texts.features(rows) if whole in texts.TASKS else decoders.features(place.model, whole, rows)
         model = decoders.plain_model(place.model).to(place.device)
     else:
         features, model = rows.features(), place.load(job.task, job.seed)

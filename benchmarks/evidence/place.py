@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import transformers
 
-from benchmarks.evidence import criteria, decoders, few_rows, models, prompts, records, tasks
+from benchmarks.evidence import criteria, decoders, few_rows, models, prompts, records, tasks, texts
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,8 @@ class Place:
 
     def load(self, task: str, seed: int) -> torch.nn.Module:
         """The pretrained model with a fresh head."""
+        if few_rows.whole(task) in texts.TASKS:
+            return texts.load(self.model, self.device)
         if self.is_decoder:
             return decoders.load(self.model, few_rows.whole(task), self.device)
         made = self.task(task)
@@ -43,7 +45,7 @@ class Place:
         """The rows of a task, on the CPU; the seed matters where they are drawn."""
         whole = few_rows.whole(task)
         if self.is_decoder:
-            return few_rows.draw(decoders.read(self.model, whole), task, seed)
+            return few_rows.draw((texts if whole in texts.TASKS else decoders).read(self.model, whole), task, seed)
         tokenizer = transformers.AutoTokenizer.from_pretrained(self.model)
         return few_rows.draw(tasks.load_cached(whole, tokenizer, self.data, self.cache), task, seed)
 
@@ -59,7 +61,8 @@ class Place:
 
     def task(self, name: str) -> tasks.Task:
         """What a task is for this model."""
-        return few_rows.made((prompts if self.is_decoder else tasks).TASKS[few_rows.whole(name)], name)
+        every = texts.TASKS | (prompts if self.is_decoder else tasks).TASKS
+        return few_rows.made(every[few_rows.whole(name)], name)
 
     def lengths(self, task: str) -> torch.Tensor:
         """How many tokens the training rows of a task have."""
@@ -82,12 +85,12 @@ class Place:
     def runs(self, task: str) -> dict[tuple[str, float, int], dict[str, Any]]:
         """The runs of a task so far, by method, learning rate and seed."""
         every = records.read(self.runs_file(task))
-        return {(r["tuning"], r["rate"], r["seed"]): r for r in every if tasks.is_current(r)}
+        return {(r["tuning"], r["rate"], r["seed"]): r for r in every if is_current(r)}
 
     def rankings(self, task: str, seed: int) -> dict[str, dict[str, Any]]:
         """The rankings of a task so far, by score."""
         found = [r for r in records.read(self.results / "rankings.jsonl") if r["task"] == task]
-        found = [r for r in found if tasks.is_current(r)]
+        found = [r for r in found if is_current(r)]
         same_rows = "@" not in task  # with every seed
         shared = {r["score"]: r for r in found if same_rows and r["seed"] == 0 and r["score"] in criteria.COSTLY}
         return shared | {r["score"]: r for r in found if r["seed"] == seed}
@@ -107,6 +110,11 @@ class Place:
         if not file.exists():
             raise ValueError(f"{file} is not there: choose the learning rates first, with the command `rates`.")
         return json.loads(file.read_text())["chosen"]
+
+
+def is_current(record: dict[str, Any]) -> bool:
+    """Whether a record is of its task as it is now."""
+    return record.get("revision", 1) == (tasks.TASKS | texts.TASKS)[few_rows.whole(record["task"])].revision
 
 
 @cache

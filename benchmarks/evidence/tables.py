@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from benchmarks.common.table_format import number, points, table
-from benchmarks.evidence import cell_tables, methods, plans, tasks
+from benchmarks.evidence import cell_tables, methods, plans, tasks, text_tables
 from benchmarks.evidence import comparison_tables as comparisons
 from benchmarks.evidence import layer_tables as layers
 from benchmarks.evidence import size_tables as sizes
@@ -71,6 +71,7 @@ TABLES: dict[str, Callable[[Results], str]] = {
     "tasks": tasks_as_run,
     "coverage": coverage,
     "cells": cell_tables.cells_table,
+    "texts": text_tables.texts_table,
     "few-rows": cell_tables.few_rows_table,
     "choices": cell_tables.choices_table,
     "pairs": cell_tables.pairs_table,
