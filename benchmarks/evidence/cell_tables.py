@@ -185,6 +185,10 @@ class CellValues:
         others = OTHERS if self.is_decoder else ()
         return cells.cell_names([*PARTS, *cells.KINDS, *LITERATURE, *others], counts)
 
+    def rankings(self, task: str, seed: int) -> dict[str, dict[str, Any]]:
+        """The rankings of a task as it is now, by score."""
+        return self._cells.place.rankings(task, seed)
+
     def cell_name(self, name: str) -> str:
         """A way to choose layers as the cell of a third of them (of an encoder, of 5 in 12); a method by its own
         name."""

@@ -115,7 +115,9 @@ def _moments(request: ScoreRequest) -> list[tuple[Tensor, Tensor, Tensor]]:
     return flat
 
 
-SAMPLES = dict.fromkeys(("probe", "probe_window", "rewind"), 1500) | dict.fromkeys(("kernel", "kernel_greedy"), 600)
+SAMPLES = dict.fromkeys(("probe", "probe_window", "rewind", "resnorm"), 1500) | dict.fromkeys(
+    ("kernel", "kernel_greedy"), 600
+)
 """How many samples a score gets; 100 if it is not named."""
 
 

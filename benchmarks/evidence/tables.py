@@ -91,6 +91,7 @@ TABLES: dict[str, Callable[[Results], str]] = {
     "random-draws": comparisons.random_draws,
     "criteria-by-task": comparisons.criteria_by_task,
     "chosen-layers": layers.chosen_layers,
+    "literature": layers.literature_choices,
     "how-often": layers.how_often,
     "layer-effects": layers.layer_effects,
     "neighbours": layers.neighbours,
