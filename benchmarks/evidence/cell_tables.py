@@ -208,6 +208,8 @@ class CellValues:
 
     def runs_of(self, name: str) -> tuple[float, dict[tuple[str, int], list[dict]]]:
         """The rate of a cell, and for each task and seed its runs at that rate; several where layers are random."""
+        if not self.runs:
+            return math.nan, {}
         kind, _, count = name.partition(":")
         return runs_of_cell(self._cells, name, f"alternate:{count}" if kind in methods.HALVED else name)
 

@@ -1,6 +1,7 @@
 """Language modelling on three kinds of text, cut out of a decoder's prompts.
 
-    lm-reviews     what SST-2 has of reviews of films, fragments among them
+    lm-reviews     SST-2's reviews of films: fragments to train on, some of which are parts of held-out ones, and whole
+                   sentences, of others, for the final number
     lm-news        the first texts of RTE, from news and encyclopedias
     lm-examples    CoLA's sentences, from books on linguistics
 

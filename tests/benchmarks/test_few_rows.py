@@ -87,6 +87,8 @@ def test_tables_keep_few_rows_apart(tmp_path, monkeypatch):
     fewer, few = cell_tables.few_rows_table(results).split("200 training rows:")
     assert "| full |  | 5e-05 | 3 | 50.00 |" in fewer
     assert "| full |  | 5e-05 | 3 | 60.00 |" in few
+    records.append(tmp_path / "runs/lm-news@9.jsonl", {"task": "lm-news@9"})
+    assert cell_tables.few_rows_table(results).startswith("9 training rows:")  # without a row
 
 
 def test_rates_are_chosen_with_as_few_rows(made_of):
