@@ -58,7 +58,8 @@ def train_job(place: Place, job: Job) -> None:
     plain = decoders.plain_text(place.model).to(place.device) if place.is_decoder else None
     base = place.load(job.task, job.seed)
     before = decoders.plain_loss(base, plain) if plain is not None else None
-    untuned = training.predict(base, data.validation) if data.train.labels.dim() == 2 else None
+    of_documents = data.train.labels.dim() == 2
+    untuned = tasks.score(task, training.predict(base, data.validation), data.validation) if of_documents else None
     began = time.perf_counter()
     trainees = []
     for tuning, rate in zip(job.items, job.rates, strict=True):
@@ -82,7 +83,7 @@ def train_job(place: Place, job: Job) -> None:
             "validation": tasks.score(task, said, data.validation),
             "held_out": {task.metric: trainee.best.rank[0], "loss": -trainee.best.rank[1]},
             **({"plain": [before, decoders.plain_loss(trainee.model, plain)]} if plain is not None else {}),
-            **({"documents": [_rounded(untuned), _rounded(said)]} if untuned is not None else {}),
+            **({"untuned": untuned, "documents": [round(v, 2) for v in said[:, 0].tolist()]} if untuned else {}),
             "best_epoch": trainee.best.epoch,
             "history": trainee.history,
             **methods.size(trainee.model),
@@ -93,10 +94,6 @@ def train_job(place: Place, job: Job) -> None:
             **surroundings(place),
         }
         records.append(place.runs_file(job.task), result)
-
-
-def _rounded(losses: torch.Tensor) -> list[float]:
-    return [round(loss, 2) for loss in losses[:, 0].tolist()]
 
 
 def rank_job(place: Place, job: Job) -> None:

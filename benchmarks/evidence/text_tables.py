@@ -21,7 +21,7 @@ def texts_table(results: Results) -> str:
     if not measured.runs:
         return ""
     tokens = {task: np.array(results.sizes[task]["documents"]) for task in measured.tasks}
-    untuned = {task: np.array(run["documents"][0]) for run in measured.runs for task in [run["task"]]}
+    untuned = {run["task"]: -run["untuned"]["log_likelihood"] * tokens[run["task"]] for run in measured.runs}
     full = _losses(measured, "full")
     rows = [["before tuning", "", "", "", *_cells(untuned, tokens), "", ""]]
     for name in measured.names():
@@ -58,7 +58,7 @@ def texts_table(results: Results) -> str:
 def _losses(measured: CellValues, name: str) -> dict[tuple[str, int], np.ndarray]:
     """The loss of each document by task and seed, the mean over random draws."""
     _, runs = measured.runs_of(name)
-    return {key: np.mean([run["documents"][1] for run in there], 0) for key, there in runs.items()}
+    return {key: np.mean([run["documents"] for run in there], 0) for key, there in runs.items()}
 
 
 def _cells(losses: dict[str, np.ndarray], tokens: dict[str, np.ndarray]) -> list[str]:
