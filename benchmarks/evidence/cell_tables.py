@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from benchmarks.common.table_format import INTERVALS, MISSING, number, points, table
-from benchmarks.evidence import cells, methods, records
+from benchmarks.evidence import cells, few_rows, methods, records
 from benchmarks.evidence.findings import Difference, Results
-from benchmarks.evidence.jobs import Place
+from benchmarks.evidence.literature import LITERATURE
+from benchmarks.evidence.place import Place
 from benchmarks.evidence.plans import RATE_TASKS
 from benchmarks.evidence.tasks import TASKS
 
@@ -40,20 +42,17 @@ class Finished(Place):
         return self.decoder
 
 
-def cells_table(results: Results) -> str:
+def cells_table(results: Results, few: int = 0) -> str:
     """Ways to choose k layers, each at a rate of its own (of a decoder, at one for each k)."""
-    measured = CellValues(results)
-    counts = sorted({len(m.split(".")) for run in measured.runs if (m := run["tuning"]).startswith("layers-")})
-    kinds = [*cells.KINDS, *(OTHERS if measured.is_decoder else ())]
-    counts = cells.default_counts(results.depth) if not measured.is_decoder else [k for k in counts if k in (3, 6, 9)]
+    measured = CellValues(results, few)
     rows = []
-    for name in cells.cell_names([*PARTS, *kinds], counts):
+    for name in measured.names():
         rate, of_cell = measured.cell(name)
         tasks = [task for task in measured.tasks if any(t == task for t, _ in of_cell)]
         if math.isnan(rate) or len(tasks) < len(RATE_TASKS):
             continue
         against = measured.difference(name, "full")
-        fewer = measured.difference(name, "full", [task for task in tasks if TASKS[task].revision == 1])
+        fewer = measured.difference(name, "full", [task for task in tasks if _as_in_0_1_0(task)])
         means = [np.mean([of_cell[t, s][0] for t, s in of_cell if t == task]) for task in tasks]
         cost = [after - before for _, forgot in of_cell.values() for before, after in forgot]
         rows.append(
@@ -69,8 +68,18 @@ def cells_table(results: Results) -> str:
             ]
         )
     header = ["layers", "k", "rate", "tasks", "mean of these", f"minus full {INTERVALS}"]
-    header += [f"without {', '.join(task for task in measured.tasks if TASKS[task].revision > 1)}"]
+    header += [f"without {', '.join(task for task in measured.tasks if not _as_in_0_1_0(task))}"]
     return table([*header, "better:worse", *(["loss on plain text"] if measured.is_decoder else [])], rows)
+
+
+def _as_in_0_1_0(task: str) -> bool:
+    return TASKS[few_rows.whole(task)].revision == 1
+
+
+def few_rows_table(results: Results) -> str:
+    """The same for each number of training rows that tasks were cut to."""
+    named = [file.stem.partition("@")[2] for file in results.folder.glob("runs/*@*.jsonl")]
+    return "\n\n".join(f"{n} training rows:\n\n{cells_table(results, n)}" for n in sorted(set(map(int, named))))
 
 
 def tasks_table(results: Results) -> str:
@@ -152,17 +161,33 @@ class CellValues:
 
     Args:
         results: The results of the model.
+        few: Those with so few training rows; 0 for those with all.
+        every: Those of these tasks.
     """
 
-    def __init__(self, results: Results):
+    def __init__(self, results: Results, few: int = 0, every: Iterable[str] = TASKS):
         self._k = results.k
-        self.runs = [run for file in results.folder.glob("runs/*.jsonl") for run in records.read(file)]
+        files = {task: results.folder / f"runs/{task}.jsonl" for task in (few_rows.named(name, few) for name in every)}
+        self.tasks = [task for task, file in files.items() if file.exists()]
+        self.runs = [run for task in self.tasks for run in records.read(files[task])]
         self.is_decoder = any("plain" in run for run in self.runs)
-        self.tasks = [task for task in TASKS if any(run["task"] == task for run in self.runs)]
         place = Finished("", Path(), results.folder, Path(), "cpu", results.depth, self.is_decoder)
         seeds = sorted({run["seed"] for run in self.runs})
         self._cells = cells.Cells(place, [], self.tasks, seeds, shared=cells.SHARED if self.is_decoder else None)
         self._known: dict[str, tuple[float, dict[tuple[str, int], tuple[float, list[list[float]]]]]] = {}
+
+    def names(self) -> list[str]:
+        """The cells of the tables, whether there are runs or not."""
+        counts, depth = cells.default_counts(self._cells.place.depth), self._cells.place.depth
+        if self.is_decoder:
+            named = {len(m.split(".")) for run in self.runs if (m := run["tuning"]).startswith("layers-")}
+            counts = sorted(named & {depth // 6, depth // 3, depth // 2})
+        others = OTHERS if self.is_decoder else ()
+        return cells.cell_names([*PARTS, *cells.KINDS, *LITERATURE, *others], counts)
+
+    def rankings(self, task: str, seed: int) -> dict[str, dict[str, Any]]:
+        """The rankings of a task as it is now, by score."""
+        return self._cells.place.rankings(task, seed)
 
     def cell_name(self, name: str) -> str:
         """A way to choose layers as the cell of a third of them (of an encoder, of 5 in 12); a method by its own
@@ -171,12 +196,22 @@ class CellValues:
         return name if methods.family(name) in methods.RATES else f"{name}:{count}"
 
     def cell(self, name: str) -> tuple[float, dict[tuple[str, int], tuple[float, list[list[float]]]]]:
-        """The rate of a cell, and for each task and seed its metric and what was forgotten; see `values`."""
+        """The rate of a cell, and for each task and seed its metric (the mean over draws) and what was forgotten."""
         if name not in self._known:
-            kind, _, count = name.partition(":")
-            judged_by = f"alternate:{count}" if kind in methods.HALVED else name
-            self._known[name] = values(self._cells, name, judged_by)
+            rate, runs = self.runs_of(name)
+            measured = {}
+            for key, there in runs.items():
+                metric = float(np.mean([run["validation"][run["metric"]] for run in there]))
+                measured[key] = metric, [run["plain"] for run in there if "plain" in run]
+            self._known[name] = rate, measured
         return self._known[name]
+
+    def runs_of(self, name: str) -> tuple[float, dict[tuple[str, int], list[dict]]]:
+        """The rate of a cell, and for each task and seed its runs at that rate; several where layers are random."""
+        if not self.runs:
+            return math.nan, {}
+        kind, _, count = name.partition(":")
+        return runs_of_cell(self._cells, name, f"alternate:{count}" if kind in methods.HALVED else name)
 
     def difference(self, name: str, other: str, chosen: Sequence[str] | None = None) -> Difference:
         """One cell against another in points, paired by task and seed, on the tasks that both have."""
@@ -188,16 +223,15 @@ class CellValues:
         return Difference([points_of for points_of in paired if points_of])
 
 
-def values(
+def runs_of_cell(
     found: cells.Cells, name: str, judged_by: str
-) -> tuple[float, dict[tuple[str, int], tuple[float, list[list[float]]]]]:
-    """The rate of a cell, chosen with another one, and for each task and seed its metric and what was forgotten; means
-    over random draws."""
+) -> tuple[float, dict[tuple[str, int], list[dict[str, Any]]]]:
+    """The rate of a cell, chosen with another one, and for each task and seed its runs."""
     tasks = list(found.every_task)
     orders = found.orders()
     done = {task: found.place.runs(task) for task in tasks}
     rate, untried = found.chosen_rate(judged_by, done, orders)
-    measured: dict[tuple[str, int], tuple[float, list[list[float]]]] = {}
+    measured: dict[tuple[str, int], list[dict[str, Any]]] = {}
     if untried:
         return math.nan, measured
     for task in tasks:
@@ -208,8 +242,6 @@ def values(
                     runs.append(done[task].get((methods.resolve(plan, orders[task, seed]), rate, seed)))
                 except KeyError:
                     continue
-            there = [run for run in runs if run]
-            if there:
-                metric = float(np.mean([run["validation"][run["metric"]] for run in there]))
-                measured[task, seed] = metric, [run["plain"] for run in there if "plain" in run]
+            if there := [run for run in runs if run]:
+                measured[task, seed] = there
     return rate, measured

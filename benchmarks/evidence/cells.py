@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.evidence import criteria, methods
+from benchmarks.evidence import criteria, few_rows, methods, texts
 from benchmarks.evidence.jobs import RANDOM_DRAWS, Job, Place
 from benchmarks.evidence.plans import RATE_TASKS, alternate, train_jobs, weight
 
@@ -41,6 +41,13 @@ def cell_names(chosen: Sequence[str], counts: Sequence[int]) -> list[str]:
 def default_counts(depth: int) -> list[int]:
     """1, 3 and 5 layers of 12, of other depths as large a part."""
     return sorted({methods.part(k, depth) for k in (1, 3, 5)})
+
+
+def rate_tasks(chosen: Sequence[str]) -> list[str]:
+    """The tasks that rates are chosen on: those of language modelling for these, and with as many training rows."""
+    name, _, rows = next(iter(chosen), "").partition("@")
+    of_kind = texts.TASKS if name in texts.TASKS else RATE_TASKS
+    return [few_rows.named(task, int(rows or 0)) for task in of_kind]
 
 
 def fixed_orders(depth: int) -> dict[str, Sequence[int]]:
@@ -115,7 +122,8 @@ class Cells:
         self.place, self.names, self.chosen, self.seeds, self.rate = place, names, chosen, seeds, rate
         self.shared = shared
         self.fixed = fixed_orders(place.depth)
-        self.every_task = dict.fromkeys(chosen if rate else (*RATE_TASKS, *chosen))
+        self.rate_tasks = rate_tasks(chosen)
+        self.every_task = dict.fromkeys(chosen if rate else (*self.rate_tasks, *chosen))
 
     def missing_rankings(self, busy: Iterable[Job]) -> list[Job]:
         """Rankings without which some cells have no layers."""
@@ -150,7 +158,7 @@ class Cells:
         for cell in self.names:
             rate, untried = (self.rate, []) if self.rate else self.chosen_rate(cell, done, orders)
             for other in untried:
-                urgent += self._runs(self._judged_by(cell), RATE_TASKS, other, orders, seed)
+                urgent += self._runs(self._judged_by(cell), self.rate_tasks, other, orders, seed)
             if untried or math.isnan(rate):
                 continue
             for number, s in enumerate(self.seeds):
@@ -180,11 +188,11 @@ class Cells:
         """The rate of a cell, and those still to be tried; see `search`."""
         plans, seed = self._judged_by(cell), self.seeds[0]
         try:
-            tunings = [(task, methods.resolve(plan, orders[task, seed])) for task in RATE_TASKS for plan in plans]
+            tunings = [(task, methods.resolve(plan, orders[task, seed])) for task in self.rate_tasks for plan in plans]
         except KeyError:
             return math.nan, []
         values = {}
-        for rate in {rate for task in RATE_TASKS for _, rate, _ in done[task]}:
+        for rate in {rate for task in self.rate_tasks for _, rate, _ in done[task]}:
             runs = [done[task].get((tuning, rate, seed)) for task, tuning in tunings]
             if all(runs):
                 values[rate] = float(np.mean([run["held_out"][run["metric"]] for run in runs]))

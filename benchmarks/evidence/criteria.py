@@ -20,6 +20,7 @@ from benchmarks.evidence import (
     probes,  # noqa: F401 - registers its scores
     tangent_kernels,  # noqa: F401
 )
+from benchmarks.evidence.literature import LITERATURE
 from benchmarks.evidence.training import task_loss
 from benchmarks.evidence.warm_start import rows_of, same_layers, samples_of, warm_head
 from peft_surgical.ranking.scores import LayerScores, ScoreRequest, register_score
@@ -114,7 +115,9 @@ def _moments(request: ScoreRequest) -> list[tuple[Tensor, Tensor, Tensor]]:
     return flat
 
 
-SAMPLES = dict.fromkeys(("probe", "probe_window", "rewind"), 1500) | dict.fromkeys(("kernel", "kernel_greedy"), 600)
+SAMPLES = dict.fromkeys(("probe", "probe_window", "rewind", "resnorm"), 1500) | dict.fromkeys(
+    ("kernel", "kernel_greedy"), 600
+)
 """How many samples a score gets; 100 if it is not named."""
 
 
@@ -141,7 +144,7 @@ def main() -> None:
         print(f"{score:16} {time.perf_counter() - began:7.1f} s  {ranking.order}")
 
 
-CHEAP = ("middle", "alternate", "published_code")
+CHEAP = ("middle", "alternate", "published_code", *LITERATURE)
 COSTLY = (
     "fisher_warm",
     "fisher_relative",
@@ -154,7 +157,7 @@ COSTLY = (
 )
 """Measured with the first seed only; the other seeds train what it chose."""
 CRITERIA = (*CHEAP, *COSTLY)
-"""The scores of this file."""
+"""The scores of this file and of those that it imports."""
 
 
 if __name__ == "__main__":

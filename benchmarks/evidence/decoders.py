@@ -177,13 +177,19 @@ def load(folder: str | Path, task: str, device: torch.device | str = "cpu") -> n
         The model. Its loss is that of a language model on the answer. For an amount it gives the mean of the answers,
         weighted by how likely they are.
     """
-    torch.backends.cuda.enable_cudnn_sdp(False)  # it would compile for every shape
-    model = plain_model(folder).to(device)
+    model = fast_model(folder, device)
     answers = json.loads((Path(folder) / "answers.json").read_text())[task]
     rest = np.setdiff1d(np.arange(model.config.vocab_size), answers)
     model.order = torch.tensor([*answers, *rest.tolist()], device=device)
     model.amounts = torch.arange(len(answers), device=device).float() if prompts.TASKS[task].regression else None
     model.forward = MethodType(_answer, model)
+    return model
+
+
+def fast_model(folder: str | Path, device: torch.device | str) -> Any:
+    """The model with fewer kernels."""
+    torch.backends.cuda.enable_cudnn_sdp(False)  # it would compile for every shape
+    model = plain_model(folder).to(device)
     for path, module in model.named_modules():
         if path.endswith("norm"):
             module.forward = MethodType(_norm, module)

@@ -39,7 +39,8 @@ class Results:
         chosen = json.loads(rates.read_text()) if rates.exists() else {"chosen": {}, "held_out": {}}
         self.rates, self.held_out_by_rate = chosen["chosen"], chosen["held_out"]
         self.every_run = [run for file in sorted(folder.glob("runs/*.jsonl")) for run in records.read(file)]
-        self.every_run = [run for run in self.every_run if run.get("revision", 1) == 1]  # `cells` has the others
+        of_0_1_0 = [run for run in self.every_run if run.get("revision", 1) == 1]  # `cells` has the others
+        self.every_run = [run for run in of_0_1_0 if run["task"] in tasks.TASKS]  # and those with few rows
         self.runs = {
             (r["task"], r["tuning"], r["seed"]): r
             for r in self.every_run
@@ -50,6 +51,7 @@ class Results:
         self.seeds = sorted({seed for _, _, seed in self.runs})
         self.rankings: dict[tuple[str, int], dict[str, dict]] = {}
         ranked = [r for r in records.read(folder / "rankings.jsonl") if r.get("revision", 1) == 1]
+        ranked = [r for r in ranked if r["task"] in tasks.TASKS]
         for seed in self.seeds:
             for r in ranked:
                 if r["seed"] == seed or (r["seed"] == 0 and r["score"] in criteria.COSTLY):

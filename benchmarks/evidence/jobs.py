@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import copy
-import json
 import time
 from dataclasses import dataclass
-from functools import cache, cached_property
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 
-from benchmarks.evidence import criteria, decoders, methods, models, prompts, records, tasks, training, warm_start
+from benchmarks.evidence import criteria, decoders, few_rows, methods, records, tasks, texts, training, warm_start
+from benchmarks.evidence.place import Place
 from benchmarks.evidence.training import Trainee
 from benchmarks.evidence.turns import make_trainee
 from peft_surgical.ranking.rank import rank_layers
@@ -28,104 +26,6 @@ LEFT_OUT = ("samples", "model", "versions")
 """What a ranking's record repeats, or what is long."""
 TRACKED = (0.0, 0.2, 0.5, 0.8, 1.0)
 """Fractions of the training at which the paper ranks the layers: epochs 0, 2, 5, 8 and 10 of 10."""
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where everything is.
-
-    Args:
-        model: A folder, or a name on the hub.
-        data: The folder with the tasks.
-        results: Where results go.
-        cache: Where tokenised tasks are kept.
-        device: What it runs on.
-    """
-
-    model: str
-    data: Path
-    results: Path
-    cache: Path
-    device: str
-
-    def load(self, task: str, seed: int) -> torch.nn.Module:
-        """The pretrained model with a fresh head."""
-        if self.is_decoder:
-            return decoders.load(self.model, task, self.device)
-        made = tasks.TASKS[task]
-        return models.load(self.model, made.outputs, choices=made.choices, seed=seed, device=self.device)
-
-    def read(self, task: str) -> tasks.TaskData:
-        """The rows of a task, on the CPU."""
-        if self.is_decoder:
-            return decoders.read(self.model, task)
-        tokenizer = transformers.AutoTokenizer.from_pretrained(self.model)
-        return tasks.load_cached(task, tokenizer, self.data, self.cache)
-
-    def rows(self, task: str) -> tasks.TaskData:
-        """The rows of a task, on the device."""
-        data = self.read(task)
-        return tasks.TaskData(*(part.to(self.device) for part in (data.train, data.held_out, data.validation)))
-
-    @cached_property
-    def is_decoder(self) -> bool:
-        """Whether the model answers prompts."""
-        return decoders.is_decoder(self.model)
-
-    def task(self, name: str) -> tasks.Task:
-        """What a task is for this model."""
-        return (prompts if self.is_decoder else tasks).TASKS[name]
-
-    def lengths(self, task: str) -> torch.Tensor:
-        """How many tokens the training rows of a task have."""
-        return _lengths(self, task)
-
-    @property
-    def depth(self) -> int:
-        """How many layers the model has."""
-        return transformers.AutoConfig.from_pretrained(self.model).num_hidden_layers
-
-    def sizes(self) -> dict[str, dict[str, Any]]:
-        """How large the tasks are, as far as it was written down."""
-        file = self.results / "tasks.json"
-        return json.loads(file.read_text()) if file.exists() else {}
-
-    def runs_file(self, task: str) -> Path:
-        """Where the runs of a task go, one a line."""
-        return self.results / "runs" / f"{task}.jsonl"
-
-    def runs(self, task: str) -> dict[tuple[str, float, int], dict[str, Any]]:
-        """The runs of a task so far, by method, learning rate and seed."""
-        every = records.read(self.runs_file(task))
-        return {(r["tuning"], r["rate"], r["seed"]): r for r in every if tasks.is_current(r)}
-
-    def rankings(self, task: str, seed: int) -> dict[str, dict[str, Any]]:
-        """The rankings of a task so far, by score."""
-        found = [r for r in records.read(self.results / "rankings.jsonl") if r["task"] == task]
-        found = [r for r in found if tasks.is_current(r)]
-        shared = {r["score"]: r for r in found if r["seed"] == 0 and r["score"] in criteria.COSTLY}
-        return shared | {r["score"]: r for r in found if r["seed"] == seed}
-
-    def is_tracked(self, task: str, seed: int) -> bool:
-        """Whether there is a result of `track`."""
-        return any((r["task"], r["seed"]) == (task, seed) for r in records.read(self.results / "track.jsonl"))
-
-    def sampled(self, task: str, seed: int) -> set[str]:
-        """The kinds of rankings that there are of `samples`."""
-        found = [r for r in records.read(self.results / "samples.jsonl") if (r["task"], r["seed"]) == (task, seed)]
-        return {ranking["kind"] for record in found for ranking in record["rankings"]}
-
-    def rates(self) -> dict[str, float]:
-        """The learning rate chosen for each family of methods."""
-        file = self.results / "rates.json"
-        if not file.exists():
-            raise ValueError(f"{file} is not there: choose the learning rates first, with the command `rates`.")
-        return json.loads(file.read_text())["chosen"]
-
-
-@cache
-def _lengths(place: Place, task: str) -> torch.Tensor:
-    return place.read(task).train.lengths
 
 
 @dataclass(frozen=True)
@@ -154,10 +54,12 @@ class Job:
 
 def train_job(place: Place, job: Job) -> None:
     """Train several models of a task in step, and write a result for each."""
-    task, data = place.task(job.task), place.rows(job.task)
+    task, data = place.task(job.task), place.rows(job.task, job.seed)
     plain = decoders.plain_text(place.model).to(place.device) if place.is_decoder else None
     base = place.load(job.task, job.seed)
     before = decoders.plain_loss(base, plain) if plain is not None else None
+    of_documents = data.train.labels.dim() == 2
+    untuned = tasks.score(task, training.predict(base, data.validation), data.validation) if of_documents else None
     began = time.perf_counter()
     trainees = []
     for tuning, rate in zip(job.items, job.rates, strict=True):
@@ -165,10 +67,11 @@ def train_job(place: Place, job: Job) -> None:
         adapted = methods.adapt(copy.deepcopy(base), tuning)
         trainees.append(make_trainee(training.halve_frozen(adapted), rate, tuning, job.seed))
     graphs = False if any(tuning.endswith("-stochastic") for tuning in job.items) else None  # it would draw the same
-    training.fit(trainees, task, data.train, data.held_out, seed=job.seed, graphs=graphs)
+    seen = few_rows.epoch(data.train, job.task)
+    training.fit(trainees, task, seen, data.held_out, seed=job.seed, graphs=graphs)
     for tuning, trainee in zip(job.items, trainees, strict=True):
         assert trainee.best is not None
-        measured = tasks.score(task, training.predict(trainee.model, data.validation), data.validation)
+        said = training.predict(trainee.model, data.validation)
         result = {
             "model": Path(place.model).name,
             "task": job.task,
@@ -177,9 +80,10 @@ def train_job(place: Place, job: Job) -> None:
             "seed": job.seed,
             "revision": task.revision,
             "metric": task.metric,
-            "validation": measured,
+            "validation": tasks.score(task, said, data.validation),
             "held_out": {task.metric: trainee.best.rank[0], "loss": -trainee.best.rank[1]},
             **({"plain": [before, decoders.plain_loss(trainee.model, plain)]} if plain is not None else {}),
+            **({"untuned": untuned, "documents": [round(v, 2) for v in said[:, 0].tolist()]} if untuned else {}),
             "best_epoch": trainee.best.epoch,
             "history": trainee.history,
             **methods.size(trainee.model),
@@ -194,9 +98,10 @@ def train_job(place: Place, job: Job) -> None:
 
 def rank_job(place: Place, job: Job) -> None:
     """Rank the layers of a task by several scores."""
-    rows = place.read(job.task).train
+    rows = place.read(job.task, job.seed).train
     if place.is_decoder:
-        features = decoders.features(place.model, job.task, rows)
+        whole = few_rows.whole(job.task)
+        features = texts.features(rows) if whole in texts.TASKS else decoders.features(place.model, whole, rows)
         model = decoders.plain_model(place.model).to(place.device)
     else:
         features, model = rows.features(), place.load(job.task, job.seed)
@@ -218,7 +123,7 @@ def rank_job(place: Place, job: Job) -> None:
             "model": Path(place.model).name,
             "task": job.task,
             "seed": job.seed,
-            "revision": tasks.TASKS[job.task].revision,
+            "revision": place.task(job.task).revision,
             "score": score,
             "order": ranking.order,
             "scores": ranking.scores,

@@ -10,9 +10,11 @@ import numpy as np
 import pandas as pd
 
 from benchmarks.common.table_format import INTERVALS, MISSING, number, points, table
-from benchmarks.evidence import criteria, records
+from benchmarks.evidence import criteria, literature, methods, records
+from benchmarks.evidence.cell_tables import CellValues
 from benchmarks.evidence.findings import Results, agreement, code_agreement, samples_frame
 from benchmarks.evidence.jobs import RANDOM_DRAWS, TRACKED
+from benchmarks.evidence.tasks import TASKS
 
 
 def chosen_layers(results: Results) -> str:
@@ -30,6 +32,28 @@ def chosen_layers(results: Results) -> str:
             shared += [len(a & b) for a, b in itertools.combinations(own, 2)]
         rows.append([score, *cells, number(float(np.mean(shared)), 1) if shared else MISSING])
     return table(["score", *results.tasks, f"shared by seeds, of {k}"], rows)
+
+
+def literature_choices(results: Results) -> str:
+    """The layers of published choices with the first seed, and how their rankings agree: mean over tasks."""
+    measured, rows = CellValues(results), []
+    k = int(measured.cell_name("fisher").partition(":")[2])
+    ranked = {task: found for task in TASKS if (found := measured.rankings(task, 0))}
+    for score in literature.LITERATURE:
+        of_score = {task: found[score] for task, found in ranked.items() if score in found}
+        if not of_score:
+            continue
+        chosen = {task: methods.best_layers(score, r["order"], k) for task, r in of_score.items()}
+        both = [
+            (r["scores"], ranked[task]["fisher"]["scores"]) for task, r in of_score.items() if "fisher" in ranked[task]
+        ]
+        pairs = itertools.combinations([r["scores"] for r in of_score.values()], 2)
+        taus = [np.mean([agreement(a, b, k)[0] for a, b in some]) for some in (pairs, both)]
+        cells = [" ".join(map(str, sorted(chosen[task]))) if task in chosen else MISSING for task in ranked]
+        seconds = np.median([r["seconds"] for r in of_score.values()])
+        rows.append([score, *cells, *(number(float(tau)) for tau in taus), number(float(seconds), 1)])
+    header = ["score", *ranked, "tau between tasks", "tau with Fisher", "seconds to rank"]
+    return table(header, rows)
 
 
 def how_often(results: Results) -> str:

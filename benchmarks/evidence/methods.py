@@ -15,13 +15,15 @@
 
 The head is always trained. In a *plan* the layers may be left to a ranking: `fisher:5` are the best five layers by
 `fisher`, `fisher:-1` the worst one, `spread:5` five at equal distances, `bf16:5` every other one in bfloat16,
-`strata-II-lora:7-bitfit:2/fisher` the best seven by `fisher` and the next two.
+`strata-II-lora:7-bitfit:2/fisher` the best seven by `fisher` and the next two. `prism:5` are the best of each of five
+blocks of layers.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 
 import torch
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
@@ -54,6 +56,8 @@ PARTS = {"mlp": r"\.mlp\.", "attention": r"\.self_attn\.", "norms": r"norm\.weig
 """The parameters of parts of a decoder."""
 HALVED = ("bf16", "bf16-stochastic")
 """Every other layer, trained in bfloat16."""
+BLOCKWISE = ("prism",)
+"""Scores by which the best layer of each block is tuned."""
 
 
 def representatives(depth: int) -> dict[str, str]:
@@ -89,6 +93,20 @@ def layers_name(layers: Sequence[int]) -> str:
     return "layers-" + ".".join(map(str, sorted(layers)))
 
 
+def best_layers(score: str, order: Sequence[int], count: int) -> Sequence[int]:
+    """The layers that are best by a score: of all, or of each of so many blocks; the worst if the number is negative.
+
+    Example:
+
+        >>> best_layers("fisher", [0, 1, 3, 2], 2), best_layers("prism", [0, 1, 3, 2], 2)
+        ([0, 1], [0, 3])
+    """
+    if score in BLOCKWISE and count > 0:
+        edges = [block * len(order) // count for block in range(count + 1)]
+        return [min(range(a, b), key=order.index) for a, b in pairwise(edges)]
+    return order[:count] if count > 0 else order[count:]
+
+
 def resolve(plan: str, orders: Mapping[str, Sequence[int]]) -> str:
     """What a plan is when the rankings are known.
 
@@ -108,8 +126,7 @@ def resolve(plan: str, orders: Mapping[str, Sequence[int]]) -> str:
         depth, count = len(next(iter(orders.values()))), int(match[1])
         return layers_name([(2 * i + 1) * depth // (2 * count) for i in range(count)])
     if match := re.fullmatch(r"([\w-]+):(-?\d+)", plan):
-        order, count = orders[match[1]], int(match[2])
-        name = layers_name(order[:count] if count > 0 else order[count:])
+        name = layers_name(best_layers(match[1], orders[match[1]], int(match[2])))
         return f"{name}-{match[1]}" if match[1] in HALVED else name
     if match := re.fullmatch(r"strata-(I|II)-lora:(\d+)-bitfit:(\d+)/(\w+)", plan):
         order, lora, bitfit = orders[match[4]], int(match[2]), int(match[3])

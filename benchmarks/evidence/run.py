@@ -6,7 +6,8 @@
 `all` does these in turn, and any of them may be called alone:
 
     rates       choose a learning rate for each family of methods, on RTE, MRPC and CoLA whatever the --tasks
-    cells       train --methods with --k layers, each at a rate of its own that held-out rows choose, or at --rate
+    cells       train --methods with --k layers, each at a rate of its own that held-out rows choose, or at --rate;
+                on few training rows with --rows
     rank        rank the layers of all tasks by all scores
     train       train and evaluate what some --questions compare
     samples     rank the layers from few samples (in `all` with the first seed)
@@ -30,8 +31,9 @@ from typing import Any
 
 import torch
 
-from benchmarks.evidence import cells, criteria, methods, records, tasks
-from benchmarks.evidence.jobs import Job, Place, kinds_of_labels
+from benchmarks.evidence import cells, criteria, few_rows, methods, records, tasks, texts
+from benchmarks.evidence.jobs import Job, kinds_of_labels
+from benchmarks.evidence.place import Place, is_current
 from benchmarks.evidence.plans import (
     RANK_WEIGHT,
     RATE_TASKS,
@@ -61,7 +63,7 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--data", type=Path, required=True, help="the folder with glue/ and superglue/")
     parser.add_argument("--results", type=Path, help=f"a folder; default: {RESULTS}/MODEL")
     parser.add_argument("--cache", type=Path, default=Path(tempfile.gettempdir()) / "peft_surgical_tasks")
-    parser.add_argument("--tasks", nargs="+", default=list(tasks.TASKS), choices=tasks.TASKS)
+    parser.add_argument("--tasks", nargs="+", default=list(tasks.TASKS), choices=tasks.TASKS | texts.TASKS)
     parser.add_argument("--questions", nargs="+", default=["1", "6", "8", "5", "3"])
     parser.add_argument("--scores", nargs="+", help="for rank; default: all")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
@@ -73,7 +75,14 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--k", type=int, nargs="+", help="for cells; default: 1, 3 and 5 of 12 layers")
     parser.add_argument("--rate", type=float, help="for cells; default: the one that held-out rows choose")
+    parser.add_argument("--rows", type=int, default=0, help="for cells: so few training rows, drawn by the seed")
     options = parser.parse_args(arguments)
+    if options.rows and options.command != "cells":
+        parser.error("--rows is for the command cells alone.")
+    of_texts = [task in texts.TASKS for task in options.tasks]
+    if any(of_texts) and not (all(of_texts) and options.command in ("cells", "rank")):
+        parser.error(f"{', '.join(texts.TASKS)} go with the commands cells and rank, and with one another alone.")
+    options.tasks = [few_rows.named(task, options.rows) for task in options.tasks]
     options.results = options.results or RESULTS / Path(options.model).name
     options.cache = options.cache / Path(options.model).name
     return options
@@ -151,6 +160,7 @@ def sizes(place: Place, task: str) -> dict[str, Any]:
         "epochs": made.epochs,
         "batch": made.batch,
         "most_frequent": None if counts is None else int(counts.max()) / len(data.validation),
+        **({"documents": data.validation.labels[:, 0].tolist()} if data.validation.labels.dim() == 2 else {}),
     }
 
 
@@ -163,14 +173,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     until += 60 * options.minutes
     device = "cuda" if torch.cuda.is_available() else "cpu"
     place = Place(options.model, options.data, options.results, options.cache, device)
+    if few_rows.whole(options.tasks[0]) in texts.TASKS and not place.is_decoder:
+        raise SystemExit(f"{', '.join(options.tasks)} are for decoders; {options.model} is none.")
     rates = options.command == "cells" and not options.rate
-    for task in dict.fromkeys((*RATE_TASKS, *options.tasks) if rates else options.tasks):
+    needed = dict.fromkeys((*cells.rate_tasks(options.tasks), *options.tasks) if rates else options.tasks)
+    for task in needed:
         place.read(task)  # into the cache, before several processes want it
     known = place.sizes()
     if found := {
         task: sizes(place, task)
-        for task in options.tasks
-        if not tasks.is_current({"task": task, **known.get(task, {"revision": 0})})
+        for task in needed
+        if not is_current({"task": task, **known.get(task, {"revision": 0})})
     }:
         records.write(place.results / "tasks.json", known | found)
     if options.command == "check":

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from benchmarks.common.table_format import number, points, table
-from benchmarks.evidence import cell_tables, methods, plans, tasks
+from benchmarks.evidence import cell_tables, methods, plans, tasks, text_tables
 from benchmarks.evidence import comparison_tables as comparisons
 from benchmarks.evidence import layer_tables as layers
 from benchmarks.evidence import size_tables as sizes
@@ -71,6 +71,8 @@ TABLES: dict[str, Callable[[Results], str]] = {
     "tasks": tasks_as_run,
     "coverage": coverage,
     "cells": cell_tables.cells_table,
+    "texts": text_tables.texts_table,
+    "few-rows": cell_tables.few_rows_table,
     "choices": cell_tables.choices_table,
     "pairs": cell_tables.pairs_table,
     "metrics": cell_tables.tasks_table,
@@ -89,6 +91,7 @@ TABLES: dict[str, Callable[[Results], str]] = {
     "random-draws": comparisons.random_draws,
     "criteria-by-task": comparisons.criteria_by_task,
     "chosen-layers": layers.chosen_layers,
+    "literature": layers.literature_choices,
     "how-often": layers.how_often,
     "layer-effects": layers.layer_effects,
     "neighbours": layers.neighbours,

@@ -76,7 +76,7 @@ class Rows:
     Args:
         inputs: The model's inputs, each (rows, tokens) or (rows, choices, tokens), padded on the right.
         lengths: How many tokens a row needs, (rows,).
-        labels: Class numbers, or amounts, (rows,).
+        labels: Class numbers, or amounts, (rows,); of documents how many tokens are predicted, (rows, 1).
         questions: What rows belong to one question, for metrics that count questions; (rows,).
     """
 
@@ -192,11 +192,6 @@ TASKS: dict[str, Task] = {
 """All tasks whose training split is at hand; large ones with fewer rows or epochs, for 1,200 steps at most."""
 
 
-def is_current(record: dict[str, Any]) -> bool:
-    """Whether a record is of its task as it is now."""
-    return record.get("revision", 1) == TASKS[record["task"]].revision
-
-
 def load(name: str, tokenizer: Any, data: Path) -> TaskData:
     """Read a task.
 
@@ -293,8 +288,10 @@ def score(task: Task, logits: Tensor, rows: Rows) -> dict[str, float]:
     Returns:
         `pearson` and `spearman` for regression, else `accuracy`, `f1` (of class 1 if there are two classes, as in MRPC
         and MultiRC, else the mean over the classes, as in CB), `matthews`, and `exact_match` (the share of questions
-        with no wrong answer, for MultiRC).
+        with no wrong answer, for MultiRC); of documents `log_likelihood`, the mean over tokens.
     """
+    if rows.labels.dim() == 2:
+        return {"log_likelihood": -float(logits.sum() / rows.labels.sum())}
     truth = rows.labels.cpu().numpy()
     if task.regression:
         said = pd.Series(logits.float().cpu().numpy()[:, 0])

@@ -19,8 +19,7 @@ from benchmarks.evidence.tasks import PAD_TO, Rows, Task, score
 from peft_surgical.copies.module import TunedModule
 
 
-WEIGHT_DECAY, WARM_UP = 0.01, 0.06
-CLIP, PATIENCE = 1.0, 3
+WEIGHT_DECAY, WARM_UP, CLIP, PATIENCE = 0.01, 0.06, 1.0, 3
 GRAPHS = "NO_GRAPHS" not in os.environ
 QUANTILES = (0.25, 0.5, 0.75, 0.9, 1.0)
 """Batches are padded to one of a few lengths: these quantiles of the rows' own."""
@@ -128,7 +127,9 @@ def logits_of(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
 
 
 def task_loss(logits: Tensor, labels: Tensor, reduction: str = "mean") -> Tensor:
-    """Cross entropy of classes, or squared error of amounts."""
+    """Cross entropy of classes, squared error of amounts, or minus the log-likelihood of a token of documents."""
+    if labels.dim() == 2:
+        return logits.sum() / labels.sum() if reduction == "mean" else (logits / labels)[:, 0]
     if labels.is_floating_point():
         return nn.functional.mse_loss(logits[:, 0], labels, reduction=reduction)
     return nn.functional.cross_entropy(logits, labels, reduction=reduction)
@@ -144,8 +145,7 @@ def predict(model: nn.Module, rows: Rows, batch: int = 256) -> Tensor:
         for index in order.split(batch):
             parts.append(logits_of(model, cut(rows, index, _round_up(int(rows.lengths[index[0]])))))
     model.train(was_training)
-    logits = torch.cat(parts)
-    return torch.empty_like(logits).index_copy_(0, order, logits)
+    return torch.cat(parts)[order.argsort()]
 
 
 def train(
