@@ -1,4 +1,4 @@
-"""What the worker and the client use of vLLM, as its source has it, so that a change there is seen before a server is.
+"""What is used of vLLM, as its source has it, so that a change there is seen before a server is.
 
 Source of the installed vLLM, or of unpacked releases: `PEFT_SURGICAL_VLLM=one/vllm:another/vllm`.
 """
@@ -59,6 +59,9 @@ def test_the_server_has_the_paths_that_the_client_asks(source):
     assert "self.model_runner.get_model()" in (source / "v1/worker/gpu_worker.py").read_text()
     assert "worker_class.__bases__ = worker_class.__bases__ + (" in (source / "v1/worker/worker_base.py").read_text()
     assert '"%s: Failed to load weights"' in (source / RELOAD).read_text()
+    assert "def errored(self) -> bool:" in (source / "v1/engine/async_llm.py").read_text()
+    state = source / "entrypoints/launchers/api_server/app_state.py"
+    assert "state.engine_client = engine_client" in state.read_text()
 
 
 class Loading(nn.Module):

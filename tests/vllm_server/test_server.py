@@ -14,9 +14,8 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -145,11 +144,12 @@ def environment(**more: str) -> dict[str, str]:
 
 @contextmanager
 def serving(folder: Path, *options: str, **env: str) -> Iterator[tuple[subprocess.Popen, str]]:
-    """A server with the extension, as `docs/vllm.md` says; gives its process and its address."""
+    """A server with both parts, as `docs/vllm.md` says; gives its process and its address."""
     port = str(random.Random(os.getpid()).randrange(20_000, 30_000) + len(list(folder.parent.iterdir())))
-    extension = "--worker-extension-cls=peft_surgical.vllm.worker.TaskWorker"
+    parts = ["--worker-extension-cls=peft_surgical.vllm.worker.TaskWorker"]
+    parts += ["--middleware=peft_surgical.vllm.middleware.EngineWatch"]
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", f"--model={folder / 'base'}"]
-    command += [f"--port={port}", "--host=127.0.0.1", extension, *OPTIONS, *options]
+    command += [f"--port={port}", "--host=127.0.0.1", *parts, *OPTIONS, *options]
     with open(folder / "server.log", "w") as log:
         process = subprocess.Popen(
             command, stdout=log, stderr=log, env=environment(**env), cwd=folder, start_new_session=True
@@ -320,28 +320,23 @@ def test_sixteen_clients_with_mixed_tasks_get_no_other_tasks_answer(served):
     print(f"{len(answers)} answers, {switches} switches in {SECONDS} s")
 
 
-def test_a_server_that_is_told_to_end_in_a_switch_ends(served):
+def test_a_server_that_is_told_to_end_in_a_switch_under_load_ends(served):
     """The last of this server: what comes after needs another."""
-    broken: list[BaseException] = []
+    draw = random.Random(0)
 
-    def switch_on() -> None:
-        draw = random.Random(0)
-        try:
-            while True:
-                served.client.switch(draw.choice(TASKS))
-        except (RuntimeError, OSError) as error:
-            broken.append(error)
+    def go_on(call: Callable[[], Any]) -> None:
+        while True:
+            call()
 
-    thread = threading.Thread(target=switch_on)
-    thread.start()
-    time.sleep(1)
-    # what computes has ended; vLLM's HTTP server may wait for ever for the answer of the call that it has cut off
-    left = stop(served.process)
-    assert all("api_server" in name or "resource_tracker" in name for name in left)
-    thread.join(60)
-    assert not thread.is_alive()
-    assert served.address in str(broken[0])
-    assert served.process.returncode in (0, -signal.SIGTERM, 128 + signal.SIGTERM) or left
+    with ThreadPoolExecutor(2) as pool:
+        switching = pool.submit(go_on, lambda: served.client.switch(draw.choice(TASKS)))
+        asking = pool.submit(go_on, lambda: ask(served.address))
+        time.sleep(1)
+        assert stop(served.process) == []
+        with pytest.raises((RuntimeError, OSError), match=served.address):
+            switching.result(60)
+        assert isinstance(asking.exception(60), (httpx.HTTPError, AssertionError))
+    assert served.process.returncode in (0, -signal.SIGTERM, 128 + signal.SIGTERM)
 
 
 @pytest.mark.parametrize(("family", "dtype"), [("gpt2", torch.float32), ("gemma3", torch.bfloat16)])
