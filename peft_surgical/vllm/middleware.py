@@ -20,7 +20,10 @@ class EngineWatch:
         if scope["type"] == "lifespan":
             return await self._app(scope, receive, send)
         answer = asyncio.ensure_future(self._app(scope, receive, send))
-        while not (await asyncio.wait([answer], timeout=1))[0]:  # vLLM has a second to answer by itself
-            if scope["app"].state.engine_client.errored:
-                answer.cancel()
-        await answer
+        try:
+            while not (await asyncio.wait([answer], timeout=1))[0]:  # vLLM has a second to answer by itself
+                if scope["app"].state.engine_client.errored:
+                    answer.cancel()
+            await answer
+        finally:
+            answer.cancel()
