@@ -161,7 +161,7 @@ class ConvertedTensors:
     def convert(self, read: Callable[[str], torch.Tensor], model: nn.Module) -> dict[str, torch.Tensor]:
         """The model's tensors, from the checkpoint's."""
         converter = copy.deepcopy(self.converter)
-        for source in sorted(self.patterns, key=_natural_order):
+        for source in sorted(self.patterns, key=natural_order):
             converter.add_tensor(self.name, source, self.patterns[source], read(source))
         return _converted(converter, self.name, model)
 
@@ -240,7 +240,8 @@ def _renamed_before_5(source: str, model: nn.Module) -> str:
     return re.sub("gamma$", "weight", re.sub("beta$", "bias", source))
 
 
-def _natural_order(name: str) -> list[tuple[int, int, str]]:
+def natural_order(name: str) -> list[tuple[int, int, str]]:
+    """A key to sort names by: numbers between dots count as numbers."""
     return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in name.split(".")]
 
 

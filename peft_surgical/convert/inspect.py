@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from peft_surgical.compat import natural_order
 from peft_surgical.convert.change import table
 from peft_surgical.convert.convert import base_of
 from peft_surgical.convert.merge import tensors_of_base
@@ -159,7 +160,7 @@ def _by_layer(adapter: AdapterFile) -> dict[str, list[Entry]]:
         path = entry.name.rpartition(".")[0]
         match = re.match(r"(.*?\.\d+)(\.|$)", path)
         groups.setdefault(match[1] if match else path, []).append(entry)
-    return groups
+    return dict(sorted(groups.items(), key=lambda group: natural_order(group[0])))
 
 
 def _group(name: str, entries: list[Entry], adapter: AdapterFile) -> Group:
