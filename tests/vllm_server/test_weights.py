@@ -70,7 +70,7 @@ def test_copies_of_tasks_come_and_go_and_what_is_served_is_always_right(served, 
         served.seconds(task)
         served.check(task)
     used = served.weights._kept._kept
-    assert used.used == sum(t.nbytes for _, tensors in used._values.values() for t in tensors.values())
+    assert used.used == sum(t.nbytes for _, (_, tensors) in used._held.values() for t in tensors.values())
     assert budget is None or used.peak <= budget
 
 
@@ -96,7 +96,7 @@ def test_on_a_cpu_tasks_are_kept_and_not_copied(served, monkeypatch):
         served.seconds(task)
         served.check(task)
     assert len(read) == 3
-    tensors = [tensor for _, tensors in served.weights._kept._kept._values.values() for tensor in tensors.values()]
+    tensors = [tensor for _, (_, tensors) in served.weights._kept._kept._held.values() for tensor in tensors.values()]
     assert served.weights._kept._kept.used == sum(tensor.nbytes for tensor in tensors)  # nothing of the base
     shutil.copytree(served.folder / "another", served.folder / "new")
     shutil.rmtree(served.folder / "values")
