@@ -2,8 +2,7 @@
 
 The base module keeps its weights. In forward it is represented by a *twin*: a shallow copy of the module object that
 shares everything with it (hooks, buffers, settings, children) except the tuned tensors, which are the active
-adapter's. Nothing is swapped in and out, so several threads may run the module at once and an exception leaves nothing
-behind.
+adapter's. Nothing is swapped in and out, so several threads may run the module at once, and exceptions change nothing.
 """
 
 from __future__ import annotations
@@ -236,28 +235,29 @@ class TunedModule(HostedBase, BaseTunerLayer):
 
     # ---- merging
 
+    @torch.no_grad()
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
         """Put the values of these adapters, or else the active ones, into the base, and keep its own for `unmerge`.
 
         With `safe_merge` nothing is merged if a value is NaN or infinite.
         """
-        names = [name for name in check_adapters_to_merge(self, adapter_names) if name in self.tuned]
-        if not names:
+        if not (names := [name for name in check_adapters_to_merge(self, adapter_names) if name in self.tuned]):
             return
         check_whole(self.tuned[names[0]], "merging")
         self.bring_base_back()
-        with torch.no_grad():
-            merged = self.tensors_of([*self.merged_adapters, *names])
-            # not the adapter's own tensors: who writes to the merged base must not change the adapter
-            merged = {name: value.clone() for name, value in merged.items()}
-            for name, value in merged.items():
-                if safe_merge and not torch.isfinite(value).all():
-                    raise ValueError(
-                        f"NaNs detected in the merged weights. The adapter {names[0]} seems to be broken: "
-                        f"{name} of {type(self.base_layer).__name__} has values that are not finite."
-                    )
+        # not the adapter's own tensors: who writes to the merged base must not change the adapter
+        merged = {name: t.clone() for name, t in self.tensors_of([*self.merged_adapters, *names]).items()}
+        if safe_merge and (broken := [name for name, t in merged.items() if not torch.isfinite(t).all()]):
+            raise ValueError(
+                f"NaNs detected in the merged weights. The adapter {names[0]} seems to be broken: "
+                f"{broken[0]} of {type(self.base_layer).__name__} has values that are not finite."
+            )
+        try:
             self._put_into_base(merged)
-        self.merged_adapters.extend(names)
+            self.merged_adapters.extend(names)
+        except BaseException:  # an interrupt: merged in part, the module would answer as neither
+            self.unmerge()
+            raise
 
     def _put_into_base(self, merged: Mapping[str, torch.Tensor]) -> None:
         for name, value in merged.items():

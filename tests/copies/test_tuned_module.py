@@ -367,3 +367,19 @@ def test_a_layers_own_parameter_is_tuned_without_wrapping_the_layer(use_reentran
     owner.detach()
     assert torch.equal(layer(x), start)
     assert list(layer.state_dict()) == list(ScaledLayer().state_dict())
+
+
+def test_a_merge_that_is_interrupted_leaves_the_base_as_it_was():
+    class Interrupted(list):
+        def extend(self, names):
+            raise KeyboardInterrupt
+
+    layer = TunedModule(nn.Linear(2, 2), "a", ["weight", "bias"], init_weights=False).eval()
+    x = torch.ones(1, 2)
+    base, tuned = layer.base_layer(x), layer(x)
+    layer.merged_adapters = Interrupted()
+    with pytest.raises(KeyboardInterrupt):
+        layer.merge()
+    assert layer.merged_adapters == []
+    assert torch.equal(layer.base_layer(x), base)
+    assert torch.equal(layer(x), tuned)
