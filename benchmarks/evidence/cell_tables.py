@@ -68,7 +68,8 @@ def cells_table(results: Results, few: int = 0) -> str:
             ]
         )
     header = ["layers", "k", "rate", "tasks", "mean of these", f"minus full {INTERVALS}"]
-    header += [f"without {', '.join(task for task in measured.tasks if not _as_in_0_1_0(task))}"]
+    left_out = [task for task in measured.tasks if not _as_in_0_1_0(task)]
+    header += [f"without {', '.join(left_out) or 'none'}"]
     return table([*header, "better:worse", *(["loss on plain text"] if measured.is_decoder else [])], rows)
 
 

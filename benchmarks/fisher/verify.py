@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+from functools import partial
 from typing import Any
 
 import torch
@@ -49,7 +50,7 @@ def measure(setting: Setting, rounds: int) -> dict[str, Any]:
     seconds: dict[bool, list[float]] = {True: [], False: []}
     for number in range(rounds + 1):
         for verify in (True, False) if number % 2 else (False, True):
-            took, _, _ = clock.measure(lambda verify=verify: ours.whole(case, setting.batch, verify))
+            took, _, _ = clock.measure(partial(ours.whole, case, setting.batch, verify))
             if number:
                 seconds[verify].append(took)
     return {"setting": setting.name, "batch": setting.batch, "with": seconds[True], "without": seconds[False]}
