@@ -45,6 +45,7 @@ class Finished(Place):
 def cells_table(results: Results, few: int = 0) -> str:
     """Ways to choose k layers, each at a rate of its own (of a decoder, at one for each k)."""
     measured = CellValues(results, few)
+    left_out = [task for task in measured.tasks if not _as_in_0_1_0(task)]
     rows = []
     for name in measured.names():
         rate, of_cell = measured.cell(name)
@@ -62,14 +63,13 @@ def cells_table(results: Results, few: int = 0) -> str:
                 str(len(against.values)),
                 points(float(np.mean(means)), 2),
                 str(against),
-                str(fewer),
+                *([str(fewer)] if left_out else []),
                 f"{against.better}:{against.worse}",
                 *([number(float(np.mean(cost)), 3, sign=True)] if measured.is_decoder else []),
             ]
         )
     header = ["layers", "k", "rate", "tasks", "mean of these", f"minus full {INTERVALS}"]
-    left_out = [task for task in measured.tasks if not _as_in_0_1_0(task)]
-    header += [f"without {', '.join(left_out) or 'none'}"]
+    header += [f"without {', '.join(left_out)}"] if left_out else []
     return table([*header, "better:worse", *(["loss on plain text"] if measured.is_decoder else [])], rows)
 
 
