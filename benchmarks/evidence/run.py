@@ -12,7 +12,7 @@
     train       train and evaluate what some --questions compare
     samples     rank the layers from few samples (in `all` with the first seed)
     track       rank the layers while the model is tuned (in `all` with the first seed)
-    cost        time and memory of a training step (not in `all`)
+    cost        time and memory of a training step (not in `all`), of --methods with --k layers if they are given
 
 Results are JSON below `--results`, runs and rankings one a line. What is there already is not run again: with
 `--results benchmarks/results/evidence/MODEL` a run goes on where that of the documentation ended. All GPUs that are
@@ -50,6 +50,8 @@ from benchmarks.evidence.speed import check, cost
 
 RESULTS = Path("results")
 """Not those of the documentation, beside which nothing would be left to do."""
+METHODS = (*cells.KINDS, "full", "lora-II")
+"""Of the cells, where none are given."""
 COMPARED = ("1", "6", "8")
 """The questions that compare methods; more seeds are for them first."""
 
@@ -69,7 +71,7 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--processes", type=int, nargs="+", default=[4], help="in all; several numbers for check")
     parser.add_argument("--minutes", type=float, default=1e9, help="when to stop, from the start on")
-    parser.add_argument("--methods", nargs="+", default=[*cells.KINDS, "full", "lora-II"], help="for cells")
+    parser.add_argument("--methods", nargs="+", help="for cells and cost")
     parser.add_argument(
         "--share", nargs="+", help="for cells: ways to choose layers whose mean gives all of a k a rate"
     )
@@ -190,18 +192,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
         check(place, options.processes)
     elif options.command == "cost":
         depth, k = place.depth, methods.part(5, place.depth)
-        middle_first = sorted(range(depth), key=criteria.nearness_to_middle(depth).__getitem__, reverse=True)
-        orders = {"last": range(depth)[::-1], "middle": middle_first, "alternate": alternate(depth)}
-        wanted = ["full", "head", "bitfit", "lora-I", "lora-II"]
-        wanted += [methods.spafit_name(2, 4, variant, depth) for variant in ("I", "II")]
+        plans = ["full", "head", "bitfit", "lora-I", "lora-II"]
+        plans += [methods.spafit_name(2, 4, variant, depth) for variant in ("I", "II")]
         counts = dict.fromkeys((1, methods.part(3, depth), k, depth))
-        layers = [f"alternate:{k}", f"middle:{k}", *(f"last:{n}" for n in counts)]
-        wanted += [methods.resolve(plan, orders) for plan in layers]
-        cost(place, list(dict.fromkeys(wanted)))
+        plans += [f"alternate:{k}", f"middle:{k}", *(f"last:{n}" for n in counts)]
+        if options.methods:
+            plans = cells.cell_names(options.methods, options.k or [k])
+        plans = [methods.resolve(plan, cells.fixed_orders(depth)) for plan in plans]
+        cost(place, list(dict.fromkeys(plans)))
     else:
         with Pool(place, options.processes[0], until) as pool:
             if options.command == "cells":
-                names = cells.cell_names(options.methods, options.k or cells.default_counts(place.depth))
+                names = cells.cell_names(options.methods or METHODS, options.k or cells.default_counts(place.depth))
                 wanted = cells.Cells(place, names, options.tasks, options.seeds, options.rate, options.share)
                 begun = pool.do(more=wanted.jobs) + len(wanted.jobs())
             else:

@@ -114,12 +114,15 @@ class InjectedAdapters:
         self.tuned: dict[str, TunedModule] = {}
         self.heads: dict[str, ModulesToSaveWrapper] = {}
         self._peft_models: dict[str, PeftModel] = {}
+        self._is_adopted = True  # whether all wrappers are known and hold what they share
         self._by_rows: list[bool] = []  # what is in it lets the hooks of a batch of several tasks do something
         self._row_hooks: list[Any] = []  # their handles
 
     def activate(self, adapters: Sequence[str]) -> None:
         """Let these adapters compute, and no other."""
         self._end_rows()
+        if not self._is_adopted:
+            self._adopt()
         self.active[:] = adapters
 
     def _end_rows(self) -> None:
@@ -166,6 +169,7 @@ class InjectedAdapters:
         """Let PEFT make slots for an adapter of any method. No forward runs meanwhile."""
         before = list(self.active)
         self.activate([])
+        self._is_adopted = False
         try:
             with task.config.naming_itself() if isinstance(task.config, DeltaConfig) else nullcontext():
                 self._add(task)
@@ -176,7 +180,6 @@ class InjectedAdapters:
             self.forget(task.adapter)
             raise
         finally:
-            self._adopt()
             self.configs.pop(task.adapter, None)
             self.activate(before)
         made.resize(task.layout.specs)
@@ -212,6 +215,7 @@ class InjectedAdapters:
                 self.heads[base_path(path)] = module
         for peft_model in self._peft_models.values():
             peft_model.base_model.active_adapter = self.active  # type: ignore[assignment]
+        self._is_adopted = True
 
     def _collect(self, task: Task) -> AdapterSlots:
         """Find all that PEFT has put into the model for an adapter."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, TypeVar
 
 import torch
@@ -88,7 +89,7 @@ class TaskCache:
         self.traffic: dict[str, Any] = defaultdict(int)  # counts, bytes and seconds, by the names of `BankStats`
         self.device = device
         self.is_on_gpu = device.type == "cuda"
-        self._wanted: Counter[Task] = Counter()  # what threads wait for
+        self._wanted: list[Sequence[Task]] = []  # what threads wait for
         self._loading = threading.Lock()
         self._fetching: Task | None = None
         self._prefetching = ThreadPoolExecutor(1, thread_name_prefix="bank-prefetch")
@@ -102,11 +103,13 @@ class TaskCache:
         with self._loading:
             if (resident := self._hit(task)) is not None:
                 return resident
-            self._fetching = task
+            with self.lock:
+                self._drop_reservations()
+                self._fetching = task
             # tensors that are made in inference mode could not be told apart from one another later
             with self._filling(self.on_device, task), torch.inference_mode(False), torch.no_grad():
                 with self.lock:
-                    keep = self.in_use | (set(self._wanted) if gently else set())
+                    keep = self.in_use | ({*chain(*self._wanted)} if gently else set())
                     left = self.on_device.reserve(task, task.layout.nbytes, keep)
                 # on a CPU, the memory of a task that just left: new memory takes longer to get than a file to read
                 buffers = [] if self.is_on_gpu else [resident.buffer for resident in left]
@@ -139,25 +142,28 @@ class TaskCache:
     def wanting(self, tasks: Sequence[Task]) -> Iterator[None]:
         """Let no one who is not in need take the memory of these tasks within the block."""
         with self.lock:
-            self._wanted.update(tasks)
             self.traffic["device_hits"] += sum(task in self.on_device for task in tasks)
         try:
+            self._wanted.append(tasks)
             yield
         finally:
-            with self.lock:
-                self._wanted.subtract(tasks)
-                self._wanted = +self._wanted  # without those that nobody wants
+            if tasks in self._wanted:  # not behind the lock, where an interrupt would keep them for good
+                self._wanted.remove(tasks)
 
     def forget_other_threads(self) -> None:
         """Called in a forked child, which has none of its parent's other threads."""
         self._loading = threading.Lock()
         self._prefetching = ThreadPoolExecutor(1, thread_name_prefix="bank-prefetch")
         self._wanted.clear()
+        self._drop_reservations()
+
+    # ---- fetching
+
+    def _drop_reservations(self) -> None:
+        """Free the room that the last fetch has set aside and could not free itself, after an interrupt."""
         if self._fetching is not None:
             self.on_device.drop_reservation(self._fetching)
             self.in_host.drop_reservation(self._fetching)
-
-    # ---- fetching
 
     def _hit(self, task: Task) -> Resident | None:
         with self.lock:

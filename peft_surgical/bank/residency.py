@@ -182,12 +182,12 @@ class CompiledResidency(EagerResidency):
         bases = {key: self._base[entry_of(key).name] for key in made.slots}
         specs = {key: Spec(base.dtype, tuple(base.shape)) for key, base in bases.items()}
         made.enter(self._empty(f"copies of {len(copies)} modules", specs))
+        self._copies.update(made.slots)
         self._changed.update(specs)  # the first task to be written brings the base's values for all others
         for adapter, _ in self._slots.values():
             if adapter.startswith("slot"):
                 self._alias(adapter, copies)
         self._paths.update(copies)
-        self._copies.update(made.slots)
 
     def _alias(self, adapter: str, paths: Iterable[str]) -> None:
         """Let an adapter have the copies that all share."""

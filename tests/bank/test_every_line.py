@@ -10,6 +10,7 @@ import linecache
 import os
 import queue
 import random
+import shutil
 import sys
 import threading
 from collections.abc import Callable
@@ -38,10 +39,15 @@ class Steps:
     def __init__(self, versions, compiled: bool, size: int):
         self.folder, self.answers = versions
         self.size, self.compiled = size, compiled
+        self.damaged = self.folder / "damaged"
+        if not self.damaged.exists():
+            shutil.copytree(self.folder / "a 1", self.damaged)
+            with open(self.damaged / "adapter_model.safetensors", "r+b") as file:
+                file.seek(-1, os.SEEK_END)
+                file.write(b"?")
         self.bank = DeltaBank(base(), None if compiled else 2 * self.size, self.size, compiled=compiled)
         for name, version in (("a", "a 0"), ("b", "b 1"), ("c", "c 2")):
             self.bank.add(name, self.folder / version)
-            ask(self.bank, name)
         with torch.no_grad():
             self.alone = base()(**X).logits
         self.number = -1
@@ -50,6 +56,12 @@ class Steps:
         with self.bank.batch(rows) as model, torch.no_grad():
             return model(**X).logits
 
+    def ask_damaged(self) -> None:
+        self.bank.add("damaged", self.damaged)
+        with pytest.raises(ValueError, match="checksum"):
+            ask(self.bank, "damaged")
+        self.bank.remove("damaged")
+
     def run(self) -> None:
         bank = self.bank
         batches: list[Callable] = [lambda: self.batch("a", "a", "__base__", "b"), lambda: self.batch(*"cbbc")]
@@ -57,7 +69,7 @@ class Steps:
             *(lambda: ask(bank, "a"), lambda: ask(bank, "c"), lambda: bank.activate("b"), lambda: ask(bank, None)),
             *([] if self.compiled else batches),
             *(lambda: bank.remove("a"), lambda: bank.add("a", self.folder / "a 2"), lambda: ask(bank, "a")),
-            lambda: bank.remove("a"),
+            *(lambda: bank.remove("a"), self.ask_damaged),
         ]
         for self.number, step in enumerate(steps):
             step()
@@ -71,13 +83,18 @@ class Steps:
     def on_each_line(self, reached: Callable[[Line], None]) -> None:
         """Call a function before each line that the steps run, in this thread."""
 
+        begun: set[tuple[FrameType, int]] = set()
+
         def trace(frame: FrameType, event: str, _: object) -> Callable | None:
-            name = frame.f_code.co_filename
+            name, number = frame.f_code.co_filename, frame.f_lineno
             if not any(part in name for part in TRACED):
                 return None
+            start = linecache.getline(name, number).lstrip()
             # no interrupt can come at `try:`, nor where the line of a `with` is reached again at its end
-            if event == "line" and not linecache.getline(name, frame.f_lineno).lstrip().startswith(("try:", "with ")):
-                reached((self.number, name, frame.f_lineno))
+            is_end = start.startswith("with ") and (frame, number) in begun
+            begun.add((frame, number))
+            if event == "line" and not is_end and not start.startswith("try:"):
+                reached((self.number, name, number))
             return trace
 
         sys.settrace(trace)
@@ -85,6 +102,7 @@ class Steps:
             self.run()
         finally:
             sys.settrace(None)
+            begun.clear()
 
     def check(self) -> None:
         """Check that the bank is whole, and that nothing of removed tasks is left."""
@@ -98,10 +116,11 @@ class Steps:
         assert torch.equal(ask(bank, None), self.alone)
         for name in bank:
             bank.remove(name)
-        bank.add("a", self.folder / "a 0")
-        assert torch.equal(ask(bank, "a"), answers["a 0"])
-        bank.prefetch("a").result(60)
-        bank.remove("a")
+        for version in ("a 0", "a 1"):
+            bank.add("a", self.folder / version)
+            assert torch.equal(ask(bank, "a"), answers[version]), version
+            bank.prefetch("a").result(60)
+            bank.remove("a")
         if not self.compiled:
             stats = bank.stats()
             assert stats.device_bytes == stats.host_bytes == buffers_alive(bank) == 0
