@@ -31,7 +31,8 @@ class RestingValues(dict[nn.Parameter, torch.Tensor]):
     def wake(self, copy: nn.Parameter) -> None:
         """Give a copy its values back."""
         if copy in self:
-            copy.data = host.to_device(self.pop(copy), copy.device)
+            copy.data = host.to_device(self[copy], copy.device)
+            del self[copy]  # only now: an interrupt before would lose the values
 
 
 class TunedTensors(nn.Module):

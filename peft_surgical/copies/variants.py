@@ -32,18 +32,19 @@ class TunedInPlace(TunedModule):
             )
         object.__setattr__(self, "base_layer", base_layer)  # not a child: the layer is the parent
 
-    @classmethod
-    def attach(cls, layer: nn.Module, adapter_name: str, names: Sequence[str], **options: Any) -> TunedInPlace:
+    def attach(self) -> None:
         """Make it a child of the layer and route the layer's forward through it."""
-        owner = cls(layer, adapter_name, names, **options)
-        layer.add_module(OWN_TENSORS, owner)
-        layer.__dict__["forward"] = owner.forward
-        return owner
+        try:
+            self.base_layer.add_module(OWN_TENSORS, self)
+            self.base_layer.__dict__["forward"] = self.forward
+        except BaseException:  # an interrupt: a child without the forward would never be asked
+            self.detach()
+            raise
 
     def detach(self) -> None:
         """Undo `attach`."""
-        del self.base_layer.__dict__["forward"]
-        delattr(self.base_layer, OWN_TENSORS)
+        self.base_layer.__dict__.pop("forward", None)
+        self.base_layer._modules.pop(OWN_TENSORS, None)
 
     def forward(self, *args: Any, adapter_names: Sequence[str] | None = None, **kwargs: Any) -> Any:
         if self.disable_adapters and self.merged:

@@ -19,6 +19,7 @@ from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 from torch import nn
 
 from peft_surgical.copies.module import TunedModule
+from peft_surgical.methods.wrappers import whole_or_not_at_all
 
 
 PRUNINGS = ("ties", "dare_linear", "dare_ties", "magnitude_prune")
@@ -135,13 +136,9 @@ def add_weighted_adapter(
     united = united_config(tuner, {name: tuner.peft_config[name] for name in adapters})
     if lora is not None:
         lora.set_rank(united, [tuner.peft_config[name] for name in adapters])
-    tuner.peft_config[adapter_name] = united
-    try:
+    with whole_or_not_at_all(tuner, [*tuner.peft_config]), torch.no_grad():
+        tuner.peft_config[adapter_name] = united
         tuner.inject_adapter(tuner.model, adapter_name)
-    except BaseException:
-        del tuner.peft_config[adapter_name]
-        raise
-    with torch.no_grad():
         for module in tuner.model.modules():
             if isinstance(module, TunedModule) and adapter_name in module.tuned:
                 _combine_copies(module, by_name, adapter_name, combine)

@@ -6,7 +6,7 @@ import functools
 import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any, get_origin, get_type_hints
 
 import torch
@@ -22,6 +22,7 @@ from peft_surgical.files.check import StateOfFile, checked
 from peft_surgical.methods.card import upload_with_card, write_card
 from peft_surgical.methods.config import MOST_BYTES, DeltaConfig, sources
 from peft_surgical.methods.hotswap import swap_in
+from peft_surgical.methods.wrappers import whole_or_not_at_all
 from peft_surgical.names import PREFIX, renamed
 
 
@@ -47,6 +48,8 @@ def register_method(
     hotswap.CONFIG_KEYS_TO_CHECK[peft_type] = list(keys)
     _put_around(PeftConfig, "_get_peft_type", _name_damaged_configs)
     _put_around(PeftConfig, "from_pretrained", _read_by_own_class)
+    _put_around(PeftModel, "add_adapter", _put_in_whole)
+    _put_around(PeftModel, "load_adapter", _put_in_whole)
     _put_around(peft_model, "load_peft_weights", _load_checked)
     hotswap.load_peft_weights = peft_model.load_peft_weights
     _put_around(hotswap, "hotswap_adapter_from_state_dict", _swap_by_method)
@@ -92,6 +95,15 @@ def _read_by_own_class(of_peft: Callable[..., PeftConfig], cls: Any, *args: Any,
     if cls is PeftConfig and isinstance(config, DeltaConfig):
         return type(config).from_pretrained(*args, **kwargs)
     return config
+
+
+def _put_in_whole(of_peft: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+    """`add_adapter` and `load_adapter` of a `PeftModel`, for methods of this package: to the end, or nothing stays."""
+    given, kept = inspect.signature(of_peft).bind(model, *args, **kwargs).arguments, {*model.peft_config}
+    if "model_id" in given and getattr(model.peft_config.get(given["adapter_name"]), "_is_unfilled", False):
+        kept.remove(given["adapter_name"])
+    with whole_or_not_at_all(model.base_model, kept) if model.peft_type in _tuners else nullcontext():
+        return of_peft(model, *args, **kwargs)
 
 
 def _load_checked(

@@ -102,7 +102,9 @@ class RotateLayers(TrainerCallback):
     def on_train_begin(
         self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **kwargs: Any
     ) -> None:
-        self._tuner = _wake(model)
+        tuner = _wake(model)
+        self._release()  # a training before this one may have been interrupted
+        self._tuner = tuner
         trained = {p for _, p in adapter_parameters(model, self._tuner.active_adapters) if p.requires_grad}
         modules = [layer.module for stack in find_stacks(model).values() for layer in stack.layers]
         self._layers = [inside for m in modules if (inside := [p for p in m.parameters() if p in trained])]
@@ -125,11 +127,12 @@ class RotateLayers(TrainerCallback):
         resting = [p for layer in self._layers for p in layer if p not in turn]
         for parameter in turn:
             parameter.requires_grad_(True)
+        self._tuner.resting = resting  # first, so that an interrupt leaves none frozen that is not known
         for parameter in resting:
             parameter.requires_grad_(False)
         is_new = state.global_step % self.every == 0
         if is_new or not self._is_begun:
-            self._is_begun, self._tuner.resting = True, resting
+            self._is_begun = True
             self._lay_to_rest(resting)
             for parameter in turn:
                 self._wake(parameter)

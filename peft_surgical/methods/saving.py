@@ -81,7 +81,7 @@ class SavedState(BaseTuner):
 
     tuned_module_cls: type[TunedModule] = TunedModule
     _untied: set[int] = set()  # the base's tensors, by `id`, of which the adapter being made has unequal copies
-    _labels_of_base: dict[str, Any]
+    _labels_of_base: dict[str, Any] = {}
 
     @property
     def _container(self) -> str:
@@ -179,7 +179,7 @@ class SavedState(BaseTuner):
         try:
             with config.naming_itself():
                 return cls._remap_checked(model, config, adapter_name, state_dict)
-        except ValueError:
+        except ValueError:  # also of a state that a user puts into the model
             take_out_unfilled(getattr(model, "base_model", model), adapter_name)
             raise
 

@@ -62,7 +62,7 @@ class DeltaTuner(SavedState, BaseTuner):
     def _prepare_model(self, peft_config: Any, model: nn.Module) -> None:
         """Resolve what the config means on this model, and check what is loaded. Nothing is changed before this."""
         check_not_prepared(model, "get_peft_model, PeftModel.from_pretrained or load_adapter")
-        if not hasattr(self, "_labels_of_base"):
+        if "_labels_of_base" not in self.__dict__:
             self._labels_of_base = heads.label_settings(model)
         file, base = peft_config.open_weights(), base_tensors(model)
         names = [*(peft_config.modules_to_save or []), *heads.head_names(model, peft_config.task_type)]
@@ -132,7 +132,8 @@ class DeltaTuner(SavedState, BaseTuner):
         if tuned is not None:
             tuned.update_layer(adapter_name, names, **options)
         elif in_place:
-            tuned = self.tuned_in_place_cls.attach(target, adapter_name, names, **options)
+            tuned = self.tuned_in_place_cls(target, adapter_name, names, **options)
+            tuned.attach()
         elif isinstance(target, BaseTunerLayer):  # another kind of adapter is outside, and stays there
             inner: Any = target.base_layer  # type: ignore[attr-defined]
             tuned = self._tuned_module_cls_for(inner)(inner, adapter_name, names, **options)
@@ -149,34 +150,35 @@ class DeltaTuner(SavedState, BaseTuner):
         return self.tuned_module_cls
 
     def inject_adapter(self, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
-        check_adapter_name(adapter_name, model)
-        self._autocast = {name: cast for name, cast in self._autocast.items() if name != adapter_name}
-        frozen, present = self._frozen_on_purpose, {id(module) for module in model.modules()}
-        given: Any = self.peft_config[adapter_name]
-        if not given.inference_mode:  # what is loaded is resolved already, and PEFT expects that very config
-            own = self.peft_config[adapter_name] = copy.copy(given)  # what a user holds may serve another model too
-            own.resolution = None
-        self._copied = {}
-        if "_untrained" not in self.__dict__:
-            self._untrained = untrained_parameters(model)
-        with self._gathering(), given.naming_itself(), wrappers.whole_or_not_at_all(self, adapter_name, present):
-            super().inject_adapter(model, adapter_name, *args, **kwargs)
-        # new modules take the mode of their model, so that an eval() model stays one with dropout in an adapter
-        for module in [self, *(module for module in model.modules() if id(module) not in present)]:
-            module.training = model.training
-        note_untied(model)
-        self._base_on_host = None
-        leave_fused_path(model, lambda module: isinstance(module, BaseTunerLayer))
-        config: Any = self.peft_config[adapter_name]
-        config._is_unfilled = hasattr(config, "_source")
-        self._frozen_on_purpose = frozen  # PEFT gives back the flags that it set meanwhile
-        self._copied, self._untied = {}, set()
-        if config.labels and self._labels_of_base:
-            heads.resize_heads(model, adapter_name, config.labels["num_labels"], self._labels_of_base["num_labels"])
-        live = live_tensors(model, adapter_name).items()
-        shapes = {self._remove_adapter_name_from_key(name, adapter_name): tensor.shape for name, tensor in live}
-        config.resolution = replace(config.resolution, shapes=shapes)
-        self._sync_labels()
+        with wrappers.whole_or_not_at_all(self, self.peft_config.keys() - {adapter_name}):
+            check_adapter_name(adapter_name, model)
+            self._autocast = {name: cast for name, cast in self._autocast.items() if name != adapter_name}
+            frozen, present = self._frozen_on_purpose, {id(module) for module in model.modules()}
+            given: Any = self.peft_config[adapter_name]
+            if not given.inference_mode:  # what is loaded is resolved already, and PEFT expects that very config
+                own = self.peft_config[adapter_name] = copy.copy(given)  # a user's may serve another model too
+                own.resolution = None
+            self._copied, self._untied = {}, set()
+            if "_untrained" not in self.__dict__:
+                self._untrained = untrained_parameters(model)
+            with self._gathering(), given.naming_itself():
+                super().inject_adapter(model, adapter_name, *args, **kwargs)
+            # new modules take the mode of their model, so that an eval() model stays one with dropout in an adapter
+            for module in [self, *(module for module in model.modules() if id(module) not in present)]:
+                module.training = model.training
+            note_untied(model)
+            self._base_on_host = None
+            leave_fused_path(model, lambda module: isinstance(module, BaseTunerLayer))
+            config: Any = self.peft_config[adapter_name]
+            config._is_unfilled = hasattr(config, "_source")
+            self._frozen_on_purpose = frozen  # PEFT gives back the flags that it set meanwhile
+            self._copied, self._untied = {}, set()
+            if (labels := config.labels) and (of_base := self._labels_of_base):
+                heads.resize_heads(model, adapter_name, labels["num_labels"], of_base["num_labels"])
+            live = live_tensors(model, adapter_name).items()
+            shapes = {self._remove_adapter_name_from_key(name, adapter_name): tensor.shape for name, tensor in live}
+            config.resolution = replace(config.resolution, shapes=shapes)
+            self._sync_labels()
 
     def _cast_adapter_dtype(self, adapter_name: str, autocast_adapter_dtype: bool = True) -> None:
         # an adapter that is loaded anew keeps its dtype: Trainer does so, without the option, to resume

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -20,6 +20,7 @@ from peft_surgical.copies.host import HostedBase
 from peft_surgical.copies.module import TunedModule
 from peft_surgical.copies.select import admit_untied_embeddings, forget_originals
 from peft_surgical.copies.variants import TunedInPlace
+from peft_surgical.files.check import checked
 
 
 BASE = "__base__"
@@ -68,22 +69,30 @@ def unload(
         if isinstance(module, HostedBase):
             module.take_in()
     done: list[str] = []
-    for name, module in tqdm(wrapped, disable=not progressbar, desc="Unloading"):
-        if isinstance(module, TunedInPlace):
-            module.detach()
-        if isinstance(module, TunedInPlace) or any(name.startswith(f"{outer}.") for outer in done):
-            continue
-        done.append(name)
-        parent, _, child_name = get_submodules(tuner.model, name)
-        if isinstance(module, AuxiliaryTrainingWrapper) and not merge:
-            plain = module.original_module  # PEFT itself would leave the trained head in the base
-        elif hasattr(module, "unload_and_optionally_merge_module"):
-            plain = module.unload_and_optionally_merge_module(
-                merge=merge, safe_merge=safe_merge, adapter_names=adapter_names
-            )
-        else:
-            plain = module.get_base_layer()
-        setattr(parent, child_name, plain)
+    undo: list[Callable[[], None]] = []
+    try:
+        for name, module in tqdm(wrapped, disable=not progressbar, desc="Unloading"):
+            if isinstance(module, TunedInPlace):
+                undo.append(module.attach)
+                module.detach()
+            if isinstance(module, TunedInPlace) or any(name.startswith(f"{outer}.") for outer in done):
+                continue
+            done.append(name)
+            parent, _, child_name = get_submodules(tuner.model, name)
+            if isinstance(module, AuxiliaryTrainingWrapper) and not merge:
+                plain = module.original_module  # PEFT itself would leave the trained head in the base
+            elif hasattr(module, "unload_and_optionally_merge_module"):
+                plain = module.unload_and_optionally_merge_module(
+                    merge=merge, safe_merge=safe_merge, adapter_names=adapter_names
+                )
+            else:
+                plain = module.get_base_layer()
+            undo.append(partial(setattr, parent, child_name, module))
+            setattr(parent, child_name, plain)
+    except BaseException:  # an interrupt: with some of its wrappers the model would answer as neither
+        for put_back in undo:
+            put_back()
+        raise
     tuner._sync_labels(enabled=merge)
     forget_originals(tuner.model)
     return_to_fused_path(tuner.model)
@@ -99,8 +108,8 @@ def delete_adapter(tuner: Any, adapter_name: str) -> None:
     if adapter_name not in tuner.peft_config:
         raise ValueError(f"Adapter {adapter_name} does not exist. Adapters: {', '.join(tuner.peft_config)}.")
     check_adapters_not_merged(tuner.model, adapter_name)
+    remaining = [name for name in tuner.active_adapters if name != adapter_name]
     if adapter_name in tuner.active_adapters:  # PEFT would choose another one module by module
-        remaining = [name for name in tuner.active_adapters if name != adapter_name]
         if not remaining and len(tuner.peft_config) > 1:
             remaining = [name for name in tuner.peft_config if name != adapter_name][:1]
             warnings.warn(
@@ -109,39 +118,50 @@ def delete_adapter(tuner: Any, adapter_name: str) -> None:
             )
         if remaining:
             tuner.set_adapter(remaining)
-    BaseTuner.delete_adapter(tuner, adapter_name)
+    config = tuner.peft_config[adapter_name]
+    try:
+        BaseTuner.delete_adapter(tuner, adapter_name)
+    except BaseException:  # an interrupt: what is left of it would keep its name from being used again
+        tuner.peft_config[adapter_name] = config
+        BaseTuner.delete_adapter(tuner, adapter_name)
+        raise
+    finally:
+        tuner.active_adapter = remaining  # PEFT asks the first module, which may have no adapter left
     tuner._sync_labels()
     tuner._base_on_host = None
     if "_backward_start" in tuner.__dict__:
         tuner._backward_start.look_again()  # it would hold on to the deleted tensors
 
 
-def take_out_unfilled(tuner: Any, adapter_name: str) -> None:
-    """Take out an adapter whose tensors could not be loaded, unless it had some before."""
-    if not isinstance(tuner, BaseTuner):
-        return  # a bare model of transformers
-    config: Any = tuner.peft_config[adapter_name]
-    if not vars(config).pop("_is_unfilled", False):
-        return
+def take_out(tuner: Any, adapter_name: str) -> None:
+    """Take out what there is of an adapter; of the only one, its wrappers too."""
     if len(tuner.peft_config) == 1:
         unload(tuner, merge=False)
+        del tuner.peft_config[adapter_name]
     else:
         delete_adapter(tuner, adapter_name)
 
 
+def take_out_unfilled(tuner: Any, adapter_name: str) -> None:
+    """Take out an adapter whose tensors could not be loaded, unless it had some before."""
+    if isinstance(tuner, BaseTuner) and getattr(tuner.peft_config[adapter_name], "_is_unfilled", False):
+        take_out(tuner, adapter_name)  # else it had some, or this is a bare model of transformers
+
+
 @contextmanager
-def whole_or_not_at_all(tuner: Any, adapter_name: str, present: Collection[int]) -> Iterator[None]:
-    """Take out what there is of an adapter if it cannot be made within the block; `present`: the modules before it."""
+def whole_or_not_at_all(tuner: Any, kept: Collection[str]) -> Iterator[None]:
+    """Take out all adapters but those `kept` if the block is not run to its end, by an interrupt too: those that are
+    made or loaded in it would answer with a part of their tensors."""
+    flags, frozen = [(p, p.requires_grad) for p in tuner.model.parameters()], tuner._frozen_on_purpose
     try:
         yield
-    except Exception:
-        modules = [m for m in tuner.model.modules() if isinstance(m, (BaseTunerLayer, AuxiliaryTrainingWrapper))]
-        if modules and not any(id(module) in present for module in modules):
-            unload(tuner, merge=False)
-        for module in modules:
-            for table in (getattr(module, name) for name in module.adapter_layer_names):
-                if adapter_name in table:
-                    del table[adapter_name]
+    except BaseException:
+        checked.take(None, None)  # what was read for it
+        for name in [name for name in tuner.peft_config if name not in kept]:
+            take_out(tuner, name)
+        for parameter, flag in flags:
+            parameter.requires_grad_(flag)
+        tuner._frozen_on_purpose = frozen
         raise
 
 

@@ -349,7 +349,8 @@ def test_a_layers_own_parameter_is_tuned_without_wrapping_the_layer(use_reentran
     layer = ScaledLayer().requires_grad_(False)
     x = torch.randn(2, 4, requires_grad=True)
     start = layer(x)
-    owner = TunedInPlace.attach(layer, "a", ["scale"])
+    owner = TunedInPlace(layer, "a", ["scale"])
+    owner.attach()
     assert type(layer) is ScaledLayer
     assert torch.equal(layer(x), start)
     with torch.no_grad():

@@ -101,8 +101,8 @@ class RestoresBase(lora.LoraLayer):
                 setattr(base, name, nn.Parameter(shared.data, requires_grad=False))
         own = dict(base.named_parameters(recurse=False))
         before = {name: parameter.data for name, parameter in own.items()}
-        merged_before = list(self.merged_adapters)
-        self._is_merging = True
+        merged_before, originals = list(self.merged_adapters), self._originals
+        self._is_merging, self._originals = True, originals or before
         try:
             with self._adapters_in_float32():
                 for parameter in own.values():
@@ -113,11 +113,10 @@ class RestoresBase(lora.LoraLayer):
         except BaseException:
             for name, parameter in own.items():
                 parameter.data = before[name]
-            self.merged_adapters[:] = merged_before
+            self.merged_adapters[:], self._originals = merged_before, originals
             raise
         finally:
             self._is_merging = False
-        self._originals = self._originals or before
 
     def unmerge(self) -> None:
         """Give the base its own values back, bit for bit."""
