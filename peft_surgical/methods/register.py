@@ -19,6 +19,7 @@ from transformers.integrations.peft import PeftAdapterMixin
 from peft_surgical.compat import add_peft_type
 from peft_surgical.files.adapter import AdapterTensors, weights_file
 from peft_surgical.files.check import StateOfFile, checked
+from peft_surgical.fisher.model_state import uninterrupted
 from peft_surgical.methods.card import upload_with_card, write_card
 from peft_surgical.methods.config import MOST_BYTES, DeltaConfig, sources
 from peft_surgical.methods.hotswap import swap_in
@@ -50,6 +51,9 @@ def register_method(
     _put_around(PeftConfig, "from_pretrained", _read_by_own_class)
     _put_around(PeftModel, "add_adapter", _put_in_whole)
     _put_around(PeftModel, "load_adapter", _put_in_whole)
+    _put_around(PeftModel, "set_adapter", _do_at_once)
+    _put_around(PeftModel, "delete_adapter", _do_at_once)
+    _put_around(peft_model, "set_peft_model_state_dict", _do_at_once)
     _put_around(peft_model, "load_peft_weights", _load_checked)
     hotswap.load_peft_weights = peft_model.load_peft_weights
     _put_around(hotswap, "hotswap_adapter_from_state_dict", _swap_by_method)
@@ -103,6 +107,12 @@ def _put_in_whole(of_peft: Callable[..., Any], model: Any, *args: Any, **kwargs:
     if "model_id" in given and getattr(model.peft_config.get(given["adapter_name"]), "_is_unfilled", False):
         kept.remove(given["adapter_name"])
     with whole_or_not_at_all(model.base_model, kept) if model.peft_type in _tuners else nullcontext():
+        return of_peft(model, *args, **kwargs)
+
+
+def _do_at_once(of_peft: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+    """What changes module by module; for methods of this package, Ctrl-C waits until all are changed."""
+    with uninterrupted() if model.peft_type in _tuners else nullcontext():
         return of_peft(model, *args, **kwargs)
 
 

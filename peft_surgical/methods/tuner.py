@@ -23,6 +23,7 @@ from peft_surgical.copies.variants import TunedInPlace
 from peft_surgical.distributed import check_not_prepared
 from peft_surgical.files.adapter import touched_names
 from peft_surgical.files.base import base_tensors, check_base, describe_base
+from peft_surgical.fisher.model_state import uninterrupted
 from peft_surgical.methods import heads, wrappers
 from peft_surgical.methods.before_training import adapter_parameters, before_training, frozen_statistics
 from peft_surgical.methods.combine import add_weighted_adapter
@@ -191,9 +192,10 @@ class DeltaTuner(SavedState, BaseTuner):
     # ---- switching, disabling, deleting
 
     def set_adapter(self, adapter_name: str | list[str], inference_mode: bool = False) -> None:
-        super().set_adapter(adapter_name, inference_mode=inference_mode)
-        self._note_frozen(self.active_adapters, inference_mode)
-        self._sync_labels()
+        with uninterrupted():  # with another adapter in some of its modules the model would answer as neither
+            super().set_adapter(adapter_name, inference_mode=inference_mode)
+            self._note_frozen(self.active_adapters, inference_mode)
+            self._sync_labels()
 
     def set_requires_grad(self, adapter_names: str | Sequence[str], requires_grad: bool = True) -> None:
         super().set_requires_grad(adapter_names, requires_grad)
@@ -208,16 +210,17 @@ class DeltaTuner(SavedState, BaseTuner):
         self._is_trained_set_checked = False
 
     def _enable_adapter_layers(self, enabled: bool = True) -> None:
-        # PEFT makes the active adapters trainable when it enables them, whether or not they were before
-        if not enabled and self._flags is None:
-            parameters = adapter_parameters(self.model, list(self.peft_config))
-            self._flags = [(parameter, parameter.requires_grad) for _, parameter in parameters]
-        super()._enable_adapter_layers(enabled)
-        if enabled and self._flags is not None:
-            for parameter, flag in self._flags:
-                parameter.requires_grad_(flag)
-            self._flags = None
-        self._sync_labels(enabled)
+        with uninterrupted():  # likewise
+            # PEFT makes the active adapters trainable when it enables them, whether or not they were before
+            is_on = not any(m.disable_adapters for m in self.model.modules() if isinstance(m, BaseTunerLayer))
+            if is_on and self._flags is None:
+                self._flags = [(p, p.requires_grad) for _, p in adapter_parameters(self.model, list(self.peft_config))]
+            super()._enable_adapter_layers(enabled)
+            if enabled and self._flags is not None:
+                for parameter, flag in self._flags:
+                    parameter.requires_grad_(flag)
+                self._flags = None
+            self._sync_labels(enabled)
 
     def _sync_labels(self, enabled: bool = True) -> None:
         """Let the model's config tell of the labels of the active adapter, or of the base's own."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -21,6 +21,7 @@ from peft_surgical.copies.module import TunedModule
 from peft_surgical.copies.select import admit_untied_embeddings, forget_originals
 from peft_surgical.copies.variants import TunedInPlace
 from peft_surgical.files.check import checked
+from peft_surgical.fisher.model_state import uninterrupted
 
 
 BASE = "__base__"
@@ -69,11 +70,9 @@ def unload(
         if isinstance(module, HostedBase):
             module.take_in()
     done: list[str] = []
-    undo: list[Callable[[], None]] = []
-    try:
+    with uninterrupted():  # with some of its wrappers the model would answer as neither
         for name, module in tqdm(wrapped, disable=not progressbar, desc="Unloading"):
             if isinstance(module, TunedInPlace):
-                undo.append(module.attach)
                 module.detach()
             if isinstance(module, TunedInPlace) or any(name.startswith(f"{outer}.") for outer in done):
                 continue
@@ -87,12 +86,7 @@ def unload(
                 )
             else:
                 plain = module.get_base_layer()
-            undo.append(partial(setattr, parent, child_name, module))
             setattr(parent, child_name, plain)
-    except BaseException:  # an interrupt: with some of its wrappers the model would answer as neither
-        for put_back in undo:
-            put_back()
-        raise
     tuner._sync_labels(enabled=merge)
     forget_originals(tuner.model)
     return_to_fused_path(tuner.model)
@@ -109,28 +103,20 @@ def delete_adapter(tuner: Any, adapter_name: str) -> None:
         raise ValueError(f"Adapter {adapter_name} does not exist. Adapters: {', '.join(tuner.peft_config)}.")
     check_adapters_not_merged(tuner.model, adapter_name)
     remaining = [name for name in tuner.active_adapters if name != adapter_name]
-    if adapter_name in tuner.active_adapters:  # PEFT would choose another one module by module
-        if not remaining and len(tuner.peft_config) > 1:
-            remaining = [name for name in tuner.peft_config if name != adapter_name][:1]
-            warnings.warn(
-                f"Adapter {adapter_name} was active which is now deleted. Setting active adapter to {remaining[0]}.",
-                stacklevel=2,
-            )
-        if remaining:
-            tuner.set_adapter(remaining)
-    config = tuner.peft_config[adapter_name]
-    try:
+    with uninterrupted():  # what is left of it would keep its name from being used again
+        if adapter_name in tuner.active_adapters:  # PEFT would choose another one module by module
+            if not remaining and len(tuner.peft_config) > 1:
+                remaining = [name for name in tuner.peft_config if name != adapter_name][:1]
+                text = f"Adapter {adapter_name} was active which is now deleted. Setting active adapter to"
+                warnings.warn(f"{text} {remaining[0]}.", stacklevel=2)
+            if remaining:
+                tuner.set_adapter(remaining)
         BaseTuner.delete_adapter(tuner, adapter_name)
-    except BaseException:  # an interrupt: what is left of it would keep its name from being used again
-        tuner.peft_config[adapter_name] = config
-        BaseTuner.delete_adapter(tuner, adapter_name)
-        raise
-    finally:
         tuner.active_adapter = remaining  # PEFT asks the first module, which may have no adapter left
-    tuner._sync_labels()
-    tuner._base_on_host = None
-    if "_backward_start" in tuner.__dict__:
-        tuner._backward_start.look_again()  # it would hold on to the deleted tensors
+        tuner._sync_labels()
+        tuner._base_on_host = None
+        if "_backward_start" in tuner.__dict__:
+            tuner._backward_start.look_again()  # it would hold on to the deleted tensors
 
 
 def take_out(tuner: Any, adapter_name: str) -> None:

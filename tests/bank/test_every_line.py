@@ -6,18 +6,15 @@ the lines, unless PEFT_SURGICAL_LINES says how many.
 
 from __future__ import annotations
 
-import linecache
 import os
 import queue
-import random
 import shutil
-import sys
 import threading
 from collections.abc import Callable
-from types import FrameType
 
 import pytest
 import torch
+from lines import interrupt, on_each_line, some_of
 from test_bank import X, ask, base, buffers_alive, size_on_device
 from test_random_walk import check
 from test_threads import in_child, needs_fork
@@ -78,31 +75,10 @@ class Steps:
         """Some of the lines that the steps run."""
         found: dict[Line, None] = {}
         self.on_each_line(lambda line: found.setdefault(line))
-        return random.Random(0).sample([*found], min(LINES, len(found)))
+        return some_of([*found], LINES)
 
     def on_each_line(self, reached: Callable[[Line], None]) -> None:
-        """Call a function before each line that the steps run, in this thread."""
-
-        begun: set[tuple[FrameType, int]] = set()
-
-        def trace(frame: FrameType, event: str, _: object) -> Callable | None:
-            name, number = frame.f_code.co_filename, frame.f_lineno
-            if not any(part in name for part in TRACED):
-                return None
-            start = linecache.getline(name, number).lstrip()
-            # no interrupt can come at `try:`, nor where the line of a `with` is reached again at its end
-            is_end = start.startswith("with ") and (frame, number) in begun
-            begun.add((frame, number))
-            if event == "line" and not is_end and not start.startswith("try:"):
-                reached((self.number, name, number))
-            return trace
-
-        sys.settrace(trace)
-        try:
-            self.run()
-        finally:
-            sys.settrace(None)
-            begun.clear()
+        on_each_line(self.run, lambda line: reached((self.number, *line)), TRACED)
 
     def check(self) -> None:
         """Check that the bank is whole, and that nothing of removed tasks is left."""
@@ -130,15 +106,8 @@ class Steps:
 
 def interrupt_every_line(versions, compiled: bool, size: int) -> None:
     for line in Steps(versions, compiled, size).lines():
-
-        def interrupt(here: Line, line: Line = line) -> None:
-            if here == line:
-                sys.settrace(None)
-                raise KeyboardInterrupt
-
         steps = Steps(versions, compiled, size)
-        with pytest.raises(KeyboardInterrupt):
-            steps.on_each_line(interrupt)
+        interrupt(steps.run, lambda here, steps=steps, line=line: (steps.number, *here) == line, TRACED)
         try:
             steps.check()
         except BaseException as error:

@@ -9,16 +9,15 @@ import copy
 import functools
 import linecache
 import os
-import random
-import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from adapters import METHODS, base_outputs, make, make_config, outputs, save
+from lines import Line, interrupt, on_each_line, some_of
 from peft import PeftModel, get_peft_model
 from tiny_models import build
 from torch import nn
@@ -30,48 +29,25 @@ from peft_surgical.files.check import checked
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 LINES = int(os.environ.get("PEFT_SURGICAL_LINES", 10))
-LAYERS = {"SURGICAL": ([1, 2], [2, 3], [0, 2]), "STRATIFIED": ([1, 2], [1, 2], [0, 2])}
+LAYERS = {
+    "SURGICAL": {"one": [1, 2], "two": [2, 3], "new": [0, 2], "other one": [1, 2]},
+    "STRATIFIED": {"one": [1, 2], "two": [1, 2], "new": [0, 2], "other one": [1, 2]},
+}
 # at these the first adapter is in the model and not guarded: an error says so when it is made again
-UNGUARDED = ("self._autocast =", "super()._cast_adapter_dtype", "given, kept =", 'if "model_id"', "kept.remove")
+UNGUARDED = (
+    *("self._autocast =", "super()._cast_adapter_dtype"),
+    *("given, kept =", 'if "model_id"', "kept.remove", "with whole_or_not_at_all(model.base"),
+)
+TRACED = ("/peft_surgical/",)
 
-Line = tuple[str, int]
 Run = Callable[[], object]
-
-
-def on_each_line(run: Run, reached: Callable[[Line], None]) -> None:
-    """Call a function before each line of this package that something runs."""
-
-    def trace(frame: FrameType, event: str, _: object) -> Callable | None:
-        name = frame.f_code.co_filename
-        if "/peft_surgical/" not in name:
-            return None
-        # no interrupt can come at `try:`, nor where the line of a `with` is reached again at its end
-        if event == "line" and not linecache.getline(name, frame.f_lineno).lstrip().startswith(("try:", "with ")):
-            reached((name, frame.f_lineno))
-        return trace
-
-    sys.settrace(trace)
-    try:
-        run()
-    finally:
-        sys.settrace(None)
 
 
 def lines_of(run: Run) -> list[Line]:
     """Some of the lines that something runs."""
     found: dict[Line, None] = {}
-    on_each_line(run, lambda line: found.setdefault(line))
-    return random.Random(0).sample([*found], min(LINES, len(found)))
-
-
-def interrupt(run: Run, line: Line) -> None:
-    def at_line(here: Line) -> None:
-        if here == line:
-            sys.settrace(None)
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        on_each_line(run, at_line)
+    on_each_line(run, lambda line: found.setdefault(line), TRACED)
+    return some_of([*found], LINES)
 
 
 def without(model: PeftModel) -> torch.Tensor:
@@ -84,20 +60,18 @@ class Adapters:
 
     def __init__(self, method: str, folder: Path):
         self.method = method
-        made = [make(method, "bert", layers, seed=i) for i, layers in enumerate(LAYERS[method])]
-        self.files = [save(model, folder / str(i)) for i, model in enumerate(made)]
+        made = {name: make(method, "bert", layers, seed=i) for i, (name, layers) in enumerate(LAYERS[method].items())}
+        self.files = {name: save(model, folder / name) for name, model in made.items()}
         self.base = build("bert").eval()
-        self.model = PeftModel.from_pretrained(copy.deepcopy(self.base), self.files[0], "one")
-        self.model.load_adapter(self.files[1], "two")
-        self.answers = {
-            name: outputs(model, "bert") for name, model in zip(("one", "two", "three"), made, strict=True)
-        }
+        self.model = PeftModel.from_pretrained(copy.deepcopy(self.base), self.files["one"], "one")
+        self.model.load_adapter(self.files["two"], "two")
+        self.answers = {name: outputs(model, "bert") for name, model in made.items()}
         self.alone = base_outputs("bert")
 
     # ---- operations, each of which gives the model that then answers otherwise
 
     def load(self, model: PeftModel) -> nn.Module:
-        model.load_adapter(self.files[2], "new")
+        model.load_adapter(self.files["new"], "new")
         return model
 
     def add(self, model: PeftModel) -> nn.Module:
@@ -115,8 +89,26 @@ class Adapters:
             model.delete_adapter("two")
         return model
 
+    def delete_active(self, model: PeftModel) -> nn.Module:
+        if "one" in model.peft_config:
+            model.delete_adapter("one")
+        return model
+
+    def switch(self, model: PeftModel) -> nn.Module:
+        model.set_adapter("two")
+        return model
+
+    def disable(self, model: PeftModel) -> nn.Module:
+        with model.disable_adapter():
+            pass
+        return model
+
+    def reload(self, model: PeftModel) -> nn.Module:
+        model.load_adapter(self.files["other one"], "one")
+        return model
+
     def load_first(self, base: nn.Module) -> nn.Module:
-        return PeftModel.from_pretrained(base, self.files[0])
+        return PeftModel.from_pretrained(base, self.files["one"])
 
     def make_first(self, base: nn.Module) -> nn.Module:
         torch.manual_seed(0)
@@ -141,13 +133,17 @@ class Adapters:
             if any(path.endswith("base_layer") for path, _ in model.named_modules()):
                 assert torch.allclose(without(model), self.alone, atol=1e-6)
         else:
-            assert flags(model) == flags(self.model)
-            assert torch.equal(outputs(model, "bert"), self.answers["one"])
+            active = model.active_adapter
+            before = ("other one", "one") if name == "reload" else (active,)
+            assert model.active_adapters == [active]
+            assert any(torch.equal(outputs(model, "bert"), self.answers[either]) for either in before)
             assert torch.equal(without(model), self.alone)
             assert "new" not in model.peft_config
-            for known in model.peft_config:
+            if active == "one":
+                assert flags(model) == flags(self.model)
+            for known in model.peft_config.keys() - ({"one"} if name == "reload" else set()):
                 assert torch.equal(outputs(model, "bert", known), self.answers[known])
-            model.set_adapter("one")
+            model.set_adapter(active)
         again = getattr(self, name)(model).eval()
         assert again.state_dict().keys() == done.state_dict().keys()
         adapter = "new" if "new" in getattr(done, "peft_config", {}) else None
@@ -163,7 +159,10 @@ def adapters_of(method: str, folder: Path) -> Adapters:
     return Adapters(method, folder)
 
 
-OPERATIONS = ["load", "add", "combine", "delete", "load_first", "make_first", "unload", "merge_and_unload"]
+OPERATIONS = [
+    *("load", "add", "combine", "delete", "delete_active", "switch", "disable", "reload"),
+    *("load_first", "make_first", "unload", "merge_and_unload"),
+]
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -177,7 +176,7 @@ def test_an_operation_is_done_or_not_begun(name, method, tmp_path_factory):
         if name.endswith("first") and linecache.getline(*line).lstrip().startswith(UNGUARDED):
             continue
         model = copy.deepcopy(start)
-        interrupt(functools.partial(run, model), line)
+        interrupt(functools.partial(run, model), line.__eq__, TRACED)
         try:
             made.check(model, name, done)
         except BaseException as error:
@@ -219,7 +218,7 @@ def test_an_interrupted_training_loses_no_values(method, at_rest, monkeypatch):
 
     for line in lines_of(functools.partial(train, copy.deepcopy(start), make_callback(), {})):
         model, callback, values = copy.deepcopy(start), make_callback(), dict(own)
-        interrupt(functools.partial(train, model, callback, values), line)
+        interrupt(functools.partial(train, model, callback, values), line.__eq__, TRACED)
         saved = model.state_dict()
         callback.on_init_end(None, None, None, model=model)
         parameters = dict(model.named_parameters())
