@@ -23,7 +23,7 @@ def texts_table(results: Results) -> str:
     tokens = {task: np.array(results.sizes[task]["documents"]) for task in measured.tasks}
     untuned = {run["task"]: -run["untuned"]["log_likelihood"] * tokens[run["task"]] for run in measured.runs}
     full = _losses(measured, "full")
-    rows = [["before tuning", "", "", "", *_cells(untuned, tokens), "", ""]]
+    rows = [["before tuning", "", "", "", *_cells(untuned, tokens), *[""] * 3]]
     for name in measured.names():
         rate, runs = measured.runs_of(name)
         if math.isnan(rate) or not runs:
@@ -39,6 +39,7 @@ def texts_table(results: Results) -> str:
         }
         means = {task: np.mean([losses[t, s] for t, s in losses if t == task], 0) for task, _ in losses}
         forgot = [after - before for there in runs.values() for run in there for before, after in [run["plain"]]]
+        held_out = [run["held_out"]["loss"] for there in runs.values() for run in there]
         counts = [sum(t == task for t, _ in losses) for task in tokens]
         rows.append(
             [
@@ -47,12 +48,12 @@ def texts_table(results: Results) -> str:
                 f"{min(counts)}-{max(counts)}" if len(set(counts)) > 1 else str(counts[0]),
                 *_cells(means, tokens),
                 _interval(behind, tokens),
+                number(float(np.mean(held_out)), 3),
                 number(float(np.mean(forgot)), 3, sign=True),
             ]
         )
-    return table(
-        ["layers", "k", "rate", "seeds", *tokens, "mean", "minus full, 95 % over documents", "plain text"], rows
-    )
+    header = ["layers", "k", "rate", "seeds", *tokens, "mean", "minus full, 95 % over documents"]
+    return table([*header, "mean, held-out documents", "plain text"], rows)
 
 
 def _losses(measured: CellValues, name: str) -> dict[tuple[str, int], np.ndarray]:
