@@ -39,7 +39,7 @@ def texts_table(results: Results) -> str:
         }
         means = {task: np.mean([losses[t, s] for t, s in losses if t == task], 0) for task, _ in losses}
         forgot = [after - before for there in runs.values() for run in there for before, after in [run["plain"]]]
-        held_out = [run["held_out"]["loss"] for there in runs.values() for run in there]
+        held_out = [-run["held_out"]["log_likelihood"] for there in runs.values() for run in there]
         counts = [sum(t == task for t, _ in losses) for task in tokens]
         rows.append(
             [
