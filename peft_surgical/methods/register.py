@@ -104,9 +104,10 @@ def _read_by_own_class(of_peft: Callable[..., PeftConfig], cls: Any, *args: Any,
 def _put_in_whole(of_peft: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
     """`add_adapter` and `load_adapter` of a `PeftModel`, for methods of this package: to the end, or nothing stays."""
     given, kept = inspect.signature(of_peft).bind(model, *args, **kwargs).arguments, {*model.peft_config}
-    if "model_id" in given and getattr(model.peft_config.get(given["adapter_name"]), "_is_unfilled", False):
+    if fills := "model_id" in given and getattr(model.peft_config.get(given["adapter_name"]), "_is_unfilled", False):
         kept.remove(given["adapter_name"])
-    with whole_or_not_at_all(model.base_model, kept) if model.peft_type in _tuners else nullcontext():
+    is_first = fills and not kept
+    with whole_or_not_at_all(model.base_model, kept, is_first) if model.peft_type in _tuners else nullcontext():
         return of_peft(model, *args, **kwargs)
 
 

@@ -117,9 +117,7 @@ class DeltaTuner(SavedState, BaseTuner):
     ) -> None:
         names = peft_config.resolution.copies.get(current_key)
         if names is None:
-            raise ValueError(
-                f"The weights have tensors for {current_key!r}, which the adapter's config does not choose."
-            )
+            raise ValueError(f"The weights have tensors for {current_key!r}, which their config does not choose.")
         options = {
             "init_weights": getattr(peft_config, "init_weights", True) is not False,
             "inference_mode": peft_config.inference_mode,
@@ -151,7 +149,8 @@ class DeltaTuner(SavedState, BaseTuner):
         return self.tuned_module_cls
 
     def inject_adapter(self, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
-        with wrappers.whole_or_not_at_all(self, self.peft_config.keys() - {adapter_name}):
+        kept, is_bare = self.peft_config.keys() - {adapter_name}, not wrappers.has_wrappers(model)
+        with wrappers.whole_or_not_at_all(self, kept, is_bare):
             check_adapter_name(adapter_name, model)
             self._autocast = {name: cast for name, cast in self._autocast.items() if name != adapter_name}
             frozen, present = self._frozen_on_purpose, {id(module) for module in model.modules()}
@@ -176,8 +175,8 @@ class DeltaTuner(SavedState, BaseTuner):
             self._copied, self._untied = {}, set()
             if (labels := config.labels) and (of_base := self._labels_of_base):
                 heads.resize_heads(model, adapter_name, labels["num_labels"], of_base["num_labels"])
-            live = live_tensors(model, adapter_name).items()
-            shapes = {self._remove_adapter_name_from_key(name, adapter_name): tensor.shape for name, tensor in live}
+            live, plain = live_tensors(model, adapter_name).items(), self._remove_adapter_name_from_key
+            shapes = {plain(name, adapter_name): tensor.shape for name, tensor in live}
             config.resolution = replace(config.resolution, shapes=shapes)
             self._sync_labels()
 

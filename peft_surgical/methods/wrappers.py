@@ -28,13 +28,18 @@ BASE = "__base__"
 _ROWS_NOT_FIRST = ("xlnet",)  # hidden states are (tokens, batch, width)
 
 
+def has_wrappers(model: nn.Module) -> bool:
+    """Whether any adapter has put something into the model."""
+    return any(isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper)) for module in model.modules())
+
+
 # ---- put in
 
 
 def check_alone(model: nn.Module, config: Any, name: str) -> None:
     """Refuse a model in which another `PeftModel` has an adapter of this name, or of another kind."""
     present = getattr(model, "peft_config", None) or {}  # also what was unloaded
-    if not any(isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper)) for module in model.modules()):
+    if not has_wrappers(model):
         return
     kind = (config[name] if isinstance(config, dict) else config).peft_type
     if name in present or any(other.peft_type != kind for other in present.values()):
@@ -119,32 +124,32 @@ def delete_adapter(tuner: Any, adapter_name: str) -> None:
             tuner._backward_start.look_again()  # it would hold on to the deleted tensors
 
 
-def take_out(tuner: Any, adapter_name: str) -> None:
-    """Take out what there is of an adapter; of the only one, its wrappers too."""
-    if len(tuner.peft_config) == 1:
+def take_out_unfilled(tuner: Any, adapter_name: str) -> None:
+    """Take out an adapter whose tensors could not be loaded, unless it had some before."""
+    if isinstance(tuner, BaseTuner) and getattr(tuner.peft_config[adapter_name], "_is_unfilled", False):
+        _take_out(tuner, adapter_name, is_first=len(tuner.peft_config) == 1)  # else it had some, or is of transformers
+
+
+def _take_out(tuner: Any, adapter_name: str, is_first: bool) -> None:
+    if is_first:  # with all wrappers
         unload(tuner, merge=False)
         del tuner.peft_config[adapter_name]
     else:
         delete_adapter(tuner, adapter_name)
 
 
-def take_out_unfilled(tuner: Any, adapter_name: str) -> None:
-    """Take out an adapter whose tensors could not be loaded, unless it had some before."""
-    if isinstance(tuner, BaseTuner) and getattr(tuner.peft_config[adapter_name], "_is_unfilled", False):
-        take_out(tuner, adapter_name)  # else it had some, or this is a bare model of transformers
-
-
 @contextmanager
-def whole_or_not_at_all(tuner: Any, kept: Collection[str]) -> Iterator[None]:
+def whole_or_not_at_all(tuner: Any, kept: Collection[str], is_first: bool = False) -> Iterator[None]:
     """Take out all adapters but those `kept` if the block is not run to its end, by an interrupt too: those that are
-    made or loaded in it would answer with a part of their tensors."""
+    made or loaded in it would answer with a part of their tensors. Of the first adapter its wrappers go too; those of
+    a `DeltaBank`, which knows of more adapters than the tuner does, stay."""
     flags, frozen = [(p, p.requires_grad) for p in tuner.model.parameters()], tuner._frozen_on_purpose
     try:
         yield
     except BaseException:
         checked.take(None, None)  # what was read for it
         for name in [name for name in tuner.peft_config if name not in kept]:
-            take_out(tuner, name)
+            _take_out(tuner, name, is_first)
         for parameter, flag in flags:
             parameter.requires_grad_(flag)
         tuner._frozen_on_purpose = frozen

@@ -24,7 +24,7 @@ from peft_surgical.bank import DeltaBank
 
 pytestmark = [pytest.mark.slow, needs_fork]
 LINES = int(os.environ.get("PEFT_SURGICAL_LINES", 60))
-TRACED = ("/peft_surgical/bank/", "/peft_surgical/methods/wrappers.py", "contextlib.py")
+TRACED = ("/peft_surgical/", "contextlib.py")
 
 Line = tuple[int, str, int]
 """The number of a step, a file, and a line of it."""

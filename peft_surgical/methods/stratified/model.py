@@ -30,7 +30,7 @@ from peft_surgical.methods.stratified.layers import RestoresBase, StratifiedInPl
 from peft_surgical.methods.stratified.strata import plain_strata, resolve_strata, unite_strata
 from peft_surgical.methods.stratified.tensors import check_choice, choose
 from peft_surgical.methods.tuner import DeltaTuner
-from peft_surgical.methods.wrappers import whole_or_not_at_all
+from peft_surgical.methods.wrappers import has_wrappers, whole_or_not_at_all
 from peft_surgical.names import PREFIX, without_wrappers
 
 
@@ -209,7 +209,7 @@ class StratifiedModel(DeltaTuner, LoraModel):  # type: ignore[misc]
         if any(module.merged for module in self._tuner_layers()):
             warnings.warn("An adapter cannot be added while others are merged. Unmerging them first.", stacklevel=2)
             self.unmerge_adapter()
-        with whole_or_not_at_all(self, self.peft_config.keys() - {adapter_name}):
+        with whole_or_not_at_all(self, self.peft_config.keys() - {adapter_name}, not has_wrappers(model)):
             super().inject_adapter(model, adapter_name, *args, **kwargs)
             config: Any = self.peft_config[adapter_name]
             for module in self._tuner_layers() if config.resolution.copies else ():
