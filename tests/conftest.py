@@ -14,6 +14,8 @@ import torch
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# at its first use autograd starts a thread for each device, one of which torch.compile makes up: then no fork trains
+torch.ones((), requires_grad=True).backward()
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's jobs in the background ignore interrupts
 # each adapter that is saved compiles the template of its card, which takes as long as to save it
 jinja2.Environment.compile = functools.cache(jinja2.Environment.compile)
