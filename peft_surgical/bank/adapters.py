@@ -198,8 +198,8 @@ class InjectedAdapters:
             if peft_model is None:
                 vars(self.model).pop("peft_config", None)  # PEFT warns of a second method, which is meant here
                 peft_model = PeftModel(self.model, config, task.adapter).eval()
-                self._peft_models[method] = peft_model
                 peft_model.base_model.peft_config = self.model.peft_config = self.configs  # type: ignore[assignment]
+                self._peft_models[method] = peft_model
             else:
                 peft_model.base_model.active_adapter = task.adapter  # type: ignore[assignment]
                 peft_model.add_adapter(task.adapter, config)
