@@ -1,16 +1,18 @@
 """Language modelling on three kinds of text, cut out of a decoder's prompts.
 
-    lm-reviews     SST-2's reviews of films: fragments to train on, some of which are parts of held-out ones, and whole
-                   sentences, of others, for the final number
+    lm-reviews     SST-2's reviews of films: fragments to train on, whole sentences of others for the rest
     lm-news        the first texts of RTE, from news and encyclopedias
     lm-examples    CoLA's sentences, from books on linguistics
 
 A document is what stands before the first new line of a prompt, so it has no tokens but those that the model was cut
-to. The metric is the mean log-likelihood of a token in nats: as everywhere, the higher the better.
+to. Held out is a half of the validation's documents: those of the training are akin to one another, fragments of the
+same review or examples that stand together, by which an epoch too many would be chosen. The metric is the mean
+log-likelihood of a token in nats: as everywhere, the higher the better.
 """
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +29,7 @@ from benchmarks.evidence.tasks import Rows, Task, TaskData
 
 SOURCES = {"lm-reviews": "sst2", "lm-news": "rte", "lm-examples": "cola"}
 TASKS: dict[str, Task] = {
-    name: replace(tasks.TASKS[source], metric="log_likelihood", outputs=1, batch=16, epochs=3, revision=1)
+    name: replace(tasks.TASKS[source], metric="log_likelihood", outputs=1, batch=16, epochs=3, revision=2)
     for name, source in SOURCES.items()
 }
 AT_A_TIME = 16
@@ -37,14 +39,22 @@ AT_A_TIME = 16
 def read(folder: str | Path, name: str) -> TaskData:
     """The documents of a task; none is in two parts."""
     new_line = _common_end(_prompts(decoders.read(folder, "cola").train))[0]
-    data, seen, parts = decoders.read(folder, SOURCES[name]), set(), []
-    for rows in (data.train, data.held_out, data.validation):
-        found = dict.fromkeys(prompt[: prompt.index(new_line)] for prompt in _prompts(rows))
-        documents = [document for document in found if document not in seen and len(document) > 1]
-        seen.update(documents)
-        predicted = torch.tensor([[len(document) - 1] for document in documents])
-        parts.append(prompts.padded(documents, predicted, torch.arange(len(documents))))
-    return TaskData(*parts)
+    data = decoders.read(folder, SOURCES[name])
+    trained, others = (
+        [*dict.fromkeys(prompt[: prompt.index(new_line)] for prompt in _prompts(rows))]
+        for rows in (data.train, data.validation)
+    )
+    seen = {*trained, *(prompt[: prompt.index(new_line)] for prompt in _prompts(data.held_out))}
+    others = [document for document in others if document not in seen]
+    random.Random(0).shuffle(others)
+    half = len(others) // 2
+    return TaskData(*map(_rows, (trained, others[:half], others[half:])))
+
+
+def _rows(documents: Sequence[tuple[int, ...]]) -> Rows:
+    documents = [document for document in documents if len(document) > 1]
+    predicted = torch.tensor([[len(document) - 1] for document in documents])
+    return prompts.padded(documents, predicted, torch.arange(len(documents)))
 
 
 def _prompts(rows: Rows) -> list[tuple[int, ...]]:

@@ -42,13 +42,20 @@ def folder(decoder):  # noqa: F811
 def test_documents_are_the_texts_before_the_question(folder):
     tokenizer = make_tokenizer()
     data = texts.read(folder, "lm-reviews")
-    for part, sentences in SENTENCES.items():
-        rows = getattr(data, part)
-        expected = [s for s in sentences if part == "train" or s not in SENTENCES["train"]]
-        ids = [row[:n].tolist() for row, n in zip(rows.inputs["input_ids"], rows.lengths, strict=True)]
-        assert ids == [[0, *tokenizer(s, add_special_tokens=False)["input_ids"]] for s in expected]
-        assert rows.labels.tolist() == [[len(s.split())] for s in expected]
-    assert len(data.validation) == 19
+    found = {part: getattr(data, part) for part in SENTENCES}
+    ids = {
+        part: [tuple(row[:n].tolist()) for row, n in zip(rows.inputs["input_ids"], rows.lengths, strict=True)]
+        for part, rows in found.items()
+    }
+    expected = {
+        part: [(0, *tokenizer(s, add_special_tokens=False)["input_ids"]) for s in sentences]
+        for part, sentences in SENTENCES.items()
+    }
+    assert ids["train"] == expected["train"]
+    assert {*ids["held_out"], *ids["validation"]} == {*expected["validation"]} - {expected["validation"][4]}
+    assert (len(ids["held_out"]), len(ids["validation"])) == (9, 10)  # no document of two parts
+    for part, rows in found.items():
+        assert rows.labels.tolist() == [[len(document) - 1] for document in ids[part]]
 
 
 def test_the_loss_of_documents_is_that_of_transformers(folder, monkeypatch):
@@ -101,6 +108,7 @@ def scripted(where: jobs.Place, job: jobs.Job) -> None:
         loss = 3 + abs(np.log(rate / 1e-4)) + 0.1 * (tuning != "full")
         tokens = np.array(where.sizes()[job.task]["documents"])
         made = {"task": job.task, "tuning": tuning, "rate": rate, "seed": job.seed, "metric": "log_likelihood"}
+        made |= {"revision": texts.TASKS[job.task].revision}
         made |= {"held_out": {"log_likelihood": 0.5 - loss}, "validation": {"log_likelihood": -loss}}
         made |= {"untuned": {"log_likelihood": -5.0}, "documents": (loss * tokens).tolist(), "plain": [2.0, 2.25]}
         records.append(where.runs_file(job.task), made)
