@@ -8,7 +8,8 @@
     lora-I, lora-II             PEFT's LoRA with r = 64 on query, key, value (II: and the attention's output)
     lora-16, lora-64            PEFT's LoRA with such a rank on all linear maps of the layers
     columns-32                  so many input columns of all linear maps of the layers (StratifiedConfig)
-    mlp, attention, norms       these parts of all layers
+    mlp, attention              these linear maps of all layers
+    norms                       the norms of a decoder
     bitfit                      the bias terms of all layers (StratifiedConfig)
     spafit-2-4-II               SPAFIT: layers 0 to 2 frozen, 3 and 4 bias terms, from 5 on LoRA (StratifiedConfig)
     strata-II-lora.5.6-bitfit.7 LoRA on these layers, bias terms on those, the rest frozen (StratifiedConfig)
@@ -52,8 +53,13 @@ RATES: dict[str, tuple[float, ...]] = {
     "head": (3e-4, 1e-3, 3e-3),
 }
 """The learning rates that are tried, three for each family of methods."""
-PARTS = {"mlp": r"\.mlp\.", "attention": r"\.self_attn\.", "norms": r"norm\.weight$"}
-"""The parameters of parts of a decoder."""
+PARTS = {
+    "mlp": r"\.(mlp|intermediate|\d+\.output)\.(?!LayerNorm)",
+    "attention": r"\.(self_attn|attention)\.(?!.*LayerNorm)",
+    "norms": r"norm\.weight$",
+    "head": r"(?!)",
+}
+"""What is trained beside the head, by a pattern of the parameters' names."""
 HALVED = ("bf16", "bf16-stochastic")
 """Every other layer, trained in bfloat16."""
 BLOCKWISE = ("prism",)
@@ -153,15 +159,10 @@ def adapt(model: nn.Module, tuning: str) -> nn.Module:
     heads = head_names(model)
     if tuning == "full":
         return model.requires_grad_(True)
-    if tuning == "head":
-        model.requires_grad_(False)
-        for path, module in model.named_modules():
-            if path.split(".")[-1] in heads:
-                module.requires_grad_(True)
-        return model
     if tuning in PARTS:
         for path, parameter in model.named_parameters():
-            parameter.requires_grad_(bool(re.search(PARTS[tuning], path)))
+            in_head = not {*heads}.isdisjoint(path.split("."))
+            parameter.requires_grad_(in_head or bool(re.search(PARTS[tuning], path)))
         return model
     adapted = get_peft_model(model, _config(model, tuning, heads))
     for parameter in adapted.parameters() if tuning.endswith(HALVED) else ():

@@ -388,6 +388,8 @@ def test_small_steps_in_bfloat16_are_lost_by_rounding_to_the_nearest_alone(place
         "turns-2-50-random",
         "lora-I",
         "bitfit",
+        "attention",
+        "mlp",
         "spafit-2-4-I",
         STRATA,
     ],
@@ -410,6 +412,17 @@ def test_every_method_trains_what_it_says(place, tuning):
     assert size["head_parameters"] == sum(
         p.numel() for n, p in ready.named_parameters() if n in trained and "class" in n
     )
+
+
+@pytest.mark.parametrize("architecture", ["bert", "mpnet", "roberta", "gemma3"])
+def test_attention_and_mlp_are_the_linear_maps_of_the_layers(architecture):
+    model, parts = build(architecture), {}
+    for tuning in ("attention", "mlp"):
+        methods.adapt(model, tuning)
+        parts[tuning] = {n for n, p in model.named_parameters() if p.requires_grad and re.search(r"layers?\.\d", n)}
+    maps = {n for n, m in model.named_modules() if isinstance(m, nn.Linear) and re.search(r"layers?\.\d", n)}
+    assert not parts["attention"] & parts["mlp"]
+    assert {n.rsplit(".", 1)[0] for part in parts.values() for n in part if "_norm" not in n} == maps
 
 
 def test_the_smallest_rate_within_a_standard_error_of_the_best_is_chosen():
