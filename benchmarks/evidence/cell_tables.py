@@ -122,23 +122,41 @@ def choices_table(results: Results) -> str:
 def pairs_table(results: Results) -> str:
     """Ways to choose layers, and methods, against one another, paired by task and seed."""
     measured, rows = CellValues(results), []
-    others = ("spread", "middle", "fisher", "last", "random", "lora-16") if measured.is_decoder else ()
-    pairs = [("alternate", other, f"every other layer - {CHOICES[other][0]}") for other in others]
-    pairs += [
-        (name, other, f"{label} - {CHOICES[other][0]}")
-        for name, label in ADAPTERS.items()
-        for other in ("lora-16", "full")
-    ]
-    pairs += [(name, "alternate", f"every other layer {label} - in float32") for name, label in HALVED.items()]
-    for name, other, label in pairs:
-        found = measured.difference(measured.cell_name(name), measured.cell_name(other))
-        rows.append([label, str(found), f"{found.better}:{found.worse}"])
-    return table(["difference", f"points {INTERVALS}", "better:worse"], rows)
+    lora = "lora-16" if measured.is_decoder else "lora-II"
+    pairs = [("alternate", other) for other in ("spread", "middle", "fisher", "last", "random", lora)]
+    if not measured.is_decoder:
+        counts = cells.default_counts(results.depth)
+        pairs = [(f"spread:{k}", f"{other}:{k}") for k in counts for other in ("fisher", "last", "random")]
+    pairs += [("attention", other) for other in ("full", lora, "alternate", "fisher")]
+    pairs += [(name, other) for name in ("columns-32", "turns-2-50-shuffled") for other in ("lora-16", "full")]
+    pairs += [(name, "alternate") for name in methods.HALVED]
+    left_out = [task for task in measured.tasks if not _as_in_0_1_0(task)]
+    for name, other in pairs:
+        found, fewer = (
+            measured.difference(measured.cell_name(name), measured.cell_name(other), chosen)
+            for chosen in (None, [task for task in measured.tasks if task not in left_out])
+        )
+        label = f"{_label(name)} - {'in float32' if name in methods.HALVED else _label(other)}"
+        if found.values:
+            rows.append([label, str(found), *[str(fewer)] * bool(left_out), f"{found.better}:{found.worse}"])
+    header = ["difference", f"points {INTERVALS}", *[f"without {', '.join(left_out)}"] * bool(left_out)]
+    return table([*header, "better:worse"], rows)
 
 
-HALVED = {"bf16": "in bfloat16", "bf16-stochastic": "in bfloat16, stochastically rounded"}
-ADAPTERS = {"columns-32": "32 columns of all linear maps", "turns-2-50-shuffled": "all layers in turns of two"}
-"""Methods that are compared with LoRA and with all weights."""
+def _label(name: str) -> str:
+    kind, _, count = name.partition(":")
+    return METHODS.get(kind) or CHOICES[kind][0] + f" ({count})" * bool(count)
+
+
+METHODS = {
+    "columns-32": "32 columns of all linear maps",
+    "turns-2-50-shuffled": "all layers in turns of two",
+    "attention": "the attention of all layers",
+    "lora-II": "LoRA of the attention, r = 64",
+    "bf16": "every other layer in bfloat16",
+    "bf16-stochastic": "every other layer in bfloat16, stochastically rounded",
+}
+"""What methods that do not choose among layers are called."""
 CHOICES = {
     "full": ("all weights", "full"),
     "alternate": ("every other layer", "alternate:{}"),
@@ -191,10 +209,10 @@ class CellValues:
         return self._cells.place.rankings(task, seed)
 
     def cell_name(self, name: str) -> str:
-        """A way to choose layers as the cell of a third of them (of an encoder, of 5 in 12); a method by its own
-        name."""
+        """A way to choose layers as the cell of a third of them (of an encoder, of 5 in 12); a method, or a cell, by
+        its own name."""
         count = self._cells.place.depth // 3 if self.is_decoder else self._k
-        return name if methods.family(name) in methods.RATES else f"{name}:{count}"
+        return name if ":" in name or methods.family(name) in methods.RATES else f"{name}:{count}"
 
     def cell(self, name: str) -> tuple[float, dict[tuple[str, int], tuple[float, list[list[float]]]]]:
         """The rate of a cell, and for each task and seed its metric (the mean over draws) and what was forgotten."""

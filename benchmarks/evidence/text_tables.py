@@ -38,8 +38,9 @@ def texts_table(results: Results) -> str:
             if shared
         }
         means = {task: np.mean([losses[t, s] for t, s in losses if t == task], 0) for task, _ in losses}
-        forgot = [after - before for there in runs.values() for run in there for before, after in [run["plain"]]]
-        held_out = [-run["held_out"]["log_likelihood"] for there in runs.values() for run in there]
+        of_task = [[run for (t, _), there in runs.items() if t == task for run in there] for task in tokens]
+        forgot = [np.mean([np.diff(run["plain"]) for run in there]) for there in of_task if there]
+        held_out = [-np.mean([run["held_out"]["log_likelihood"] for run in there]) for there in of_task if there]
         counts = [sum(t == task for t, _ in losses) for task in tokens]
         rows.append(
             [

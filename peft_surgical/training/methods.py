@@ -53,8 +53,8 @@ def default_top_k(depth: int) -> int:
 
 
 def configure_surgical(model: nn.Module, options: Options, ranking: LayerRanking | None, shared: Shared) -> PeftConfig:
-    """All weights of the layers that are named or rank highest (Lodha et al., 2023); else of every other layer, which
-    lost least of the single choices in this project's benchmarks."""
+    """All weights of the layers that are named or rank highest (Lodha et al., 2023); else of those that lost least in
+    this project's benchmarks: every other layer, in a language model layers at equal distances."""
     from peft_surgical.layers import choose_stack
 
     if options["layers"] is not None:
@@ -62,7 +62,8 @@ def configure_surgical(model: nn.Module, options: Options, ranking: LayerRanking
     depth = len(choose_stack(model, options["stack"]) if ranking is None else ranking.scores)
     top_k = options["top_k"] or default_top_k(depth)
     if ranking is None:
-        chosen = "all" if options["rotate_every"] and not options["top_k"] else f"alternate:{top_k}"
+        place = "spread" if shared["task_type"] == "CAUSAL_LM" else "alternate"
+        chosen = "all" if options["rotate_every"] and not options["top_k"] else f"{place}:{top_k}"
         return _tune_layers(options, shared, layers=_in_stack(options, chosen))
     return _tune_layers(options, shared, ranking=ranking, top_k=top_k)
 

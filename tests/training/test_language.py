@@ -201,6 +201,7 @@ def test_gradient_checkpointing_changes_no_loss_and_bfloat16_trains(job, tmp_pat
     [
         ({"method": "surgical", "top_k": 2, "score": "fisher", "samples": 20}, None),
         ({"method": "surgical", "layers": (1, -1)}, [1, 3]),
+        ({"method": "surgical", "top_k": 1}, [2]),
         ({"method": "last", "top_k": 3}, [1, 2, 3]),
         ({"method": "lora"}, [0, 1, 2, 3]),
         ({"method": "spafit", "group_2": "norm", "lora_r": 2}, [1, 2, 3]),
