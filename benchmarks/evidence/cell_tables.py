@@ -20,7 +20,8 @@ from benchmarks.evidence.tasks import TASKS
 
 
 PARTS = ("full", "lora-II", "lora-16", "lora-64", "columns-32", "turns-2-50-shuffled", "mlp", "attention", "norms")
-OTHERS = ("first", "lowest_fisher", "fisher_sampled", "lowest_fisher_sampled", "grad_norm", "rgn", "snr")
+OTHERS = ("first", "lowest_fisher", "fisher_sampled", "lowest_fisher_sampled", "fisher_after_epoch")
+OTHERS += ("grad_norm", "rgn", "snr")
 """Ways to choose layers that decoders alone were tuned by."""
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.evidence import criteria, few_rows, methods, texts
-from benchmarks.evidence.jobs import RANDOM_DRAWS, Job, Place
+from benchmarks.evidence.jobs import AFTER_EPOCH, RANDOM_DRAWS, Job, Place
 from benchmarks.evidence.plans import RATE_TASKS, alternate, train_jobs, weight
 
 
@@ -125,7 +125,7 @@ class Cells:
         self.rate_tasks = rate_tasks(chosen)
         self.every_task = dict.fromkeys(chosen if rate else (*self.rate_tasks, *chosen))
 
-    def missing_rankings(self, busy: Iterable[Job]) -> list[Job]:
+    def missing_rankings(self, busy: Iterable[Job], rate_of_full: float) -> list[Job]:
         """Rankings without which some cells have no layers."""
         plans = [plan.split(":")[0] for cell in self.names for plan in draws(cell) if ":" in plan]
         plans += [draws(f"{kind}:1")[0].split(":")[0] for kind in self.shared or ()]
@@ -139,8 +139,10 @@ class Cells:
         for seed in self.seeds:
             for task in self.every_task:
                 missing = tuple(s for s in scores if s not in self.place.rankings(task, seed))
+                if math.isnan(rate_of_full):
+                    missing = tuple(s for s in missing if not s.endswith(AFTER_EPOCH))
                 if missing and (task, seed) not in ranked:
-                    jobs.append(Job("rank", task, seed, missing, weight=weight(self.place, task, 1)))
+                    jobs.append(Job("rank", task, seed, missing, (rate_of_full,), weight(self.place, task, 1)))
         return jobs
 
     def jobs(self, busy: Sequence[Job] = ()) -> list[Job]:
@@ -149,10 +151,11 @@ class Cells:
         Args:
             busy: Jobs that run or have failed, which are left out.
         """
-        ranking = self.missing_rankings(busy)
         seed, *_ = self.seeds
         orders = self.orders()
         done = {task: self.place.runs(task) for task in self.every_task}
+        rate_of_full, untried = (self.rate, []) if self.rate else self.chosen_rate("full", done, orders)
+        ranking = self.missing_rankings(busy, math.nan if untried else rate_of_full)
         urgent: list[Run] = []
         later: dict[tuple[int, int], list[Run]] = {}
         for cell in self.names:

@@ -24,6 +24,8 @@ REFERENCE_SIZE = 2000
 SAMPLE_DRAWS = 3
 LEFT_OUT = ("samples", "model", "versions")
 """What a ranking's record repeats, or what is long."""
+AFTER_EPOCH = "_after_epoch"
+"""Behind a score: the layers are ranked after the first epoch of tuning all weights, which are then put back."""
 TRACKED = (0.0, 0.2, 0.5, 0.8, 1.0)
 """Fractions of the training at which the paper ranks the layers: epochs 0, 2, 5, 8 and 10 of 10."""
 
@@ -37,7 +39,7 @@ class Job:
         task: The task.
         seed: The seed.
         items: Methods or scores.
-        rates: The learning rate of each method.
+        rates: The learning rate of each method; of ranking, that of tuning all weights before.
         weight: How long it takes, in any unit.
     """
 
@@ -108,14 +110,15 @@ def rank_job(place: Place, job: Job) -> None:
     errors = []
     for score in job.items:
         name, seed = (score, job.seed)
-        name = name.removesuffix("_sampled")
+        name = name.removesuffix("_sampled").removesuffix(AFTER_EPOCH)
         if score.startswith("random"):
             name, seed = "random", job.seed * RANDOM_DRAWS + int(score.removeprefix("random"))
         labels = {"labels": "sampled"} if score.endswith("_sampled") else {}
         options = labels | {"num_samples": criteria.SAMPLES.get(score, 100), "seed": seed, "progress": False}
         began = time.perf_counter()
         try:
-            ranking = rank_layers(model, features, score=name, **options)
+            ranked = tuned_for_an_epoch(place, job, model) if score.endswith(AFTER_EPOCH) else model
+            ranking = rank_layers(ranked, features, score=name, **options)
         except Exception as error:  # the other scores do not depend on it
             errors.append(f"{score}: {type(error).__name__}: {error}")
             continue
@@ -135,6 +138,16 @@ def rank_job(place: Place, job: Job) -> None:
         records.append(place.results / "rankings.jsonl", result)
     if errors:
         raise RuntimeError("; ".join(errors))
+
+
+def tuned_for_an_epoch(place: Place, job: Job, model: torch.nn.Module) -> torch.nn.Module:
+    """A copy of a model with all weights as they are after the first epoch of a job's task."""
+    task, data = place.task(job.task), place.rows(job.task, job.seed)
+    trainee = Trainee(methods.adapt(place.load(job.task, job.seed), "full"), job.rates[0])
+    next(iter(training.train([trainee], data.train, batch=task.batch, epochs=task.epochs, seed=job.seed)))
+    tuned = copy.deepcopy(model)
+    tuned.load_state_dict(trainee.model.state_dict())
+    return tuned
 
 
 def track_job(place: Place, job: Job) -> None:

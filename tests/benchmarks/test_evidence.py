@@ -736,15 +736,17 @@ def test_a_step_of_a_decoder_can_become_a_cuda_graph(decoder, tuning):
 
 def test_a_decoder_goes_the_same_way(place, decoder, tmp_path, monkeypatch):
     monkeypatch.setitem(prompts.TASKS, "copa", replace(prompts.TASKS["copa"], epochs=1))
-    wanted = ("full", "lora-16", "mlp", "norms", "lowest_fisher_sampled", "spread", "last", *methods.HALVED)
+    scores = ("lowest_fisher_sampled", "fisher_after_epoch")
+    wanted = ("full", "lora-16", "mlp", "norms", *scores, "spread", "last", *methods.HALVED)
     common = ["--model", str(decoder), "--data", str(place / "data"), "--tasks", "copa", "--processes", "0"]
     common += ["--results", str(tmp_path), "--rate", "1e-3", "--k", "2", "--methods", *wanted]
     run.main(["cells", *common])
     found = {r["tuning"]: r for r in records.read(tmp_path / "runs/copa.jsonl")}
-    (ranked,) = records.read(tmp_path / "rankings.jsonl")
+    ranked, tuned = records.read(tmp_path / "rankings.jsonl")
     lowest = methods.layers_name(ranked["order"][-2:])
+    after = methods.layers_name(tuned["order"][:2])
     halved = {f"layers-1.3-{name}" for name in methods.HALVED}
-    assert set(found) == {"full", "lora-16", "mlp", "norms", lowest, "layers-1.3", "layers-2.3", *halved}
+    assert set(found) == {"full", "lora-16", "mlp", "norms", lowest, after, "layers-1.3", "layers-2.3", *halved}
     model = decoders.plain_model(decoder)
     mlp = sum(p.numel() for n, p in model.named_parameters() if ".mlp." in n)
     assert found["mlp"]["trained_parameters"] == mlp
@@ -753,6 +755,22 @@ def test_a_decoder_goes_the_same_way(place, decoder, tmp_path, monkeypatch):
     before, after = found["full"]["plain"]
     assert before == pytest.approx(found["mlp"]["plain"][0])
     assert before != after
+
+
+def test_layers_are_ranked_after_an_epoch_of_tuning_all_weights(place, tmp_path):
+    there = jobs.Place(str(place / "tiny"), place / "data", tmp_path, place / "cache", "cpu")
+    scores = []
+    for rate in (0.0, 1e-2):
+        jobs.rank_job(there, jobs.Job("rank", "cola", 0, ("fisher", "fisher_after_epoch"), (rate,)))
+        before, after = [r["scores"] for r in records.read(tmp_path / "rankings.jsonl")[-2:]]
+        scores.append((before, after))
+    (untuned, same), (again, tuned) = scores
+    assert untuned == same == again
+    data = there.rows("cola")
+    trainee = training.Trainee(methods.adapt(there.load("cola", 0), "full"), 1e-2)
+    for epoch, _ in enumerate(training.train([trainee], data.train, batch=32, epochs=5, seed=0), 1):
+        ranking = rank_layers(trainee.model, data.train.features(), num_samples=100, progress=False)
+        assert (ranking.scores == pytest.approx(tuned, rel=1e-4)) == (epoch == 1)
 
 
 def test_ways_to_choose_layers_can_share_a_rate(place, tmp_path, monkeypatch):
