@@ -108,7 +108,8 @@ class TrainingJob:
     target_modules: Annotated[
         tuple[str, ...],
         _METHOD(
-            "SPAFIT: a module that gets LoRA, on models whose attention is not known by name; may be repeated.",
+            "A module of the layers that alone is tuned, e.g. self_attn; with SPAFIT one that gets LoRA, on models "
+            "whose attention is not known by name. May be repeated.",
             names=("--target-module",),
         ),
     ] = ()

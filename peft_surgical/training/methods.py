@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from peft_surgical.methods.stratified.config import StratifiedConfig
+    from peft_surgical.methods.surgical import SurgicalConfig
     from peft_surgical.ranking.ranking import LayerRanking
 
 AUTO = "auto"
@@ -88,6 +89,15 @@ def check_layers(options: Options, model: nn.Module | None) -> None:
         raise ValueError(f"--ranking {file} ranks {len(ranking.scores)} layers; {stack.name} has {depth}.")
     if top_k is not None and top_k > depth:
         raise ValueError(f"--top-k {top_k}: {stack.name} has {depth} layers; allowed are 1 to {depth}.")
+
+
+def check_tuned_layers(options: Options, model: nn.Module | None) -> None:
+    """Check that the model has such layers, and they such modules."""
+    from peft_surgical.methods.surgical import resolve_surgical
+
+    check_layers(options, model)
+    if model is not None and options["target_modules"]:
+        resolve_surgical(_tune_layers(options, {}, layers=_in_stack(options, "all")), model)
 
 
 def configure_last(model: nn.Module, options: Options, ranking: LayerRanking | None, shared: Shared) -> PeftConfig:
@@ -175,10 +185,11 @@ def describe_strata_by_rank(ranking: LayerRanking, group_2: str = "bitfit") -> s
     return f"Strata by rank: {', '.join(parts)}.\nIn Python: StratifiedConfig.by_ranking(ranking, {how})"
 
 
-def _tune_layers(options: Options, shared: Shared, **choice: Any) -> PeftConfig:
+def _tune_layers(options: Options, shared: Shared, **choice: Any) -> SurgicalConfig:
     from peft_surgical.methods.surgical import SurgicalConfig
 
-    return SurgicalConfig(dequantize=options["dequantize"], **shared, **choice)
+    modules = [*options["target_modules"]] or None
+    return SurgicalConfig(dequantize=options["dequantize"], target_modules=modules, **shared, **choice)
 
 
 def _in_stack(options: Options, layers: Any) -> Any:
@@ -202,15 +213,16 @@ METHODS: dict[str, Method] = {
         configure_surgical,
         "all weights of some layers",
         5e-5,
-        frozenset({"top_k", "layers", "stack", "dequantize", "ranking", "score", *OF_A_RANKING, *OF_TURNS, *ROUNDED}),
-        check=check_layers,
+        frozenset({"top_k", "layers", "target_modules", "stack", "dequantize", *OF_TURNS, *ROUNDED})
+        | {"ranking", "score", *OF_A_RANKING},
+        check=check_tuned_layers,
     ),
     "last": Method(
         configure_last,
         "all weights of the last layers",
         5e-5,
-        frozenset({"top_k", "stack", "dequantize", *ROUNDED}),
-        check=check_layers,
+        frozenset({"top_k", "target_modules", "stack", "dequantize", *ROUNDED}),
+        check=check_tuned_layers,
     ),
     "full": Method(lambda *given: None, "all weights", 5e-5, frozenset(ROUNDED), language_rate=1e-5),
     "head": Method(configure_head, "the task's head alone", 3e-4),

@@ -81,6 +81,7 @@ def test_the_learning_rate_is_the_one_given_or_that_of_the_evidence(method, kind
         ({"method": "surgical", "layers": "middle:2"}, [1, 2]),
         ({"method": "surgical"}, [1]),
         ({"method": "surgical", "top_k": 2}, [1, 3]),
+        ({"method": "surgical", "layers": "all", "target_modules": ("attention",)}, [0, 1, 2, 3]),
         ({"method": "last"}, [3]),
         ({"method": "last", "top_k": 3}, [1, 2, 3]),
         ({"method": "head"}, []),
@@ -670,6 +671,10 @@ def test_numbers_out_of_bounds_are_refused_by_the_job_itself(job, options):
     [
         ({"method": "surgical", "layers": (9,)}, "layers 0 to 3"),
         ({"method": "surgical", "top_k": 9}, "--top-k 9: encoder has 4 layers"),
+        (
+            {"method": "surgical", "target_modules": ("self_attn",)},
+            "target_modules={'self_attn'}.*Names in these layers",
+        ),
         ({"method": "surgical", "stack": "decoder"}, "decoder"),
         ({"method": "last", "stack": "decoder"}, "decoder"),
         ({"method": "surgical", "ranking": "six.json", "top_k": 1}, "six.json ranks 6 layers; encoder has 4"),
