@@ -96,4 +96,3 @@ if __name__ == "__main__":
     if dist.get_rank() == 0:
         Path(sys.argv[1], "facts.json").write_text(json.dumps(found, indent=1))
     dist.barrier()
-    dist.destroy_process_group()

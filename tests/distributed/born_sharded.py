@@ -46,7 +46,6 @@ def main(folder: Path) -> None:
     if accelerator.is_main_process:
         (folder / "found.json").write_text(json.dumps(found))
     accelerator.wait_for_everyone()
-    accelerator.end_training()
 
 
 if __name__ == "__main__":

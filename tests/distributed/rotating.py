@@ -89,7 +89,6 @@ def run(folder: Path) -> None:
     if PartialState().is_main_process:
         (folder / "facts.json").write_text(json.dumps(everyone, indent=1))
     PartialState().wait_for_everyone()
-    PartialState().destroy_process_group()
 
 
 def train(folder: Path, case: str) -> dict[str, Any]:

@@ -75,7 +75,6 @@ class Worker:
         if self.rank == 0:
             (self.folder / "facts.json").write_text(json.dumps(everyone, indent=1))
         self.accelerator.wait_for_everyone()
-        self.accelerator.end_training()
 
     def prepare(self, model: nn.Module) -> tuple[Any, Any]:
         shard_by_layer(self.accelerator, model)
