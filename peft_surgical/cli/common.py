@@ -23,7 +23,7 @@ from rich.table import Table
 
 from peft_surgical.cli.job import job_of_options, job_parameters
 from peft_surgical.training.job import TrainingJob
-from peft_surgical.training.methods import METHODS, describe_strata_by_rank
+from peft_surgical.training.methods import describe_strata_by_rank
 from peft_surgical.training.options import check_writable
 
 
@@ -174,7 +174,7 @@ def show_start(console: Console, run: TrainingRun) -> None:
         ("Choose on", f"{len(parts.selection):,} rows: {parts.selection_name}" if parts.selection else "nothing"),
         ("Measure on", f"{len(parts.evaluation):,} rows: {parts.evaluation_name}"),
         *([("Most are", describe_majority(run.majority))] if run.majority else []),
-        ("Method", f"{job.method}, {METHODS[job.method].about}; learning rate {job.learning_rate_for(task.kind):g}"),
+        ("Method", f"{job.method}, {job.about}; learning rate {job.learning_rate_for(task.kind):g}"),
     ]
     show_table(console, rows)
     if parts.optimistic:

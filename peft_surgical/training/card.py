@@ -23,7 +23,6 @@ from peft_surgical.layers import unwrap
 from peft_surgical.methods.card import CARD_FILE, TAG, AdapterCard, loading_code, place_of
 from peft_surgical.methods.config import DeltaConfig
 from peft_surgical.training.job import JOB_FILE, TrainingJob
-from peft_surgical.training.methods import METHODS
 from peft_surgical.training.options import CAUSAL_LM, check_writable
 from peft_surgical.training.progress import describe_tried
 
@@ -187,7 +186,7 @@ def write_model_card(run: Any, results: dict[str, Any]) -> None:
 
 # {Path(job.output).resolve().name}
 
-`{job.model}`, tuned by the method *{job.method}* ({METHODS[job.method].about}) {aim} of \
+`{job.model}`, tuned by the method *{job.method}* ({job.about}) {aim} of \
 `{job.data}`.
 
 Trained: {trained:,} of {total:,} parameters ({share(trained, total)}).

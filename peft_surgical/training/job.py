@@ -250,6 +250,12 @@ class TrainingJob:
         return next(rate for rate in (self.learning_rate, own, method.learning_rate) if rate is not None)
 
     @property
+    def about(self) -> str:
+        """What is trained, in a few words."""
+        about, modules = METHODS[self.method].about, " and ".join(self.target_modules)
+        return about.replace("weights of", f"weights of {modules} in") if modules else about
+
+    @property
     def method_options(self) -> dict[str, Any]:
         """The fields that only some methods understand, and this one does."""
         return {name: getattr(self, name) for name in METHODS[self.method].options}

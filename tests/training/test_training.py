@@ -120,6 +120,16 @@ def test_every_method_has_a_line_in_the_table_that_says_what_it_does():
         assert method.options <= {field.name for field in dataclasses.fields(TrainingJob)}
 
 
+def test_what_a_job_trains_is_told_with_the_modules_that_it_is_narrowed_to():
+    def about(**options):
+        return TrainingJob(model="m", data="d", output="o", **options).about
+
+    assert about(method="surgical") == "all weights of some layers"
+    narrowed = about(method="last", target_modules=("query", "value"))
+    assert narrowed == "all weights of query and value in the last layers"
+    assert about(method="spafit", target_modules=("query",)) == METHODS["spafit"].about
+
+
 def test_the_tokenizer_is_saved_with_a_whole_model_only(job, tmp_path):
     train(job(method="full", max_steps=1))
     assert (tmp_path / "out" / "tokenizer.json").exists()
