@@ -31,17 +31,12 @@ CONFIG_FILE = "run.yaml"
 OWN_PLACES = ("output", "push_to_hub")  # where another run would write over this one
 
 
-_MODEL, _DATA, _METHOD, _RANKING, _CHOICE, _TRAINING = (
+_MODEL, _DATA, _METHOD, _RANKING, _CHOICE, _TRAINING, _RUN = (
     partial(Option, panel=panel)
-    for panel in ("Model", "Data", "Method", "Ranking", "Choosing and measuring", "Training")
+    for panel in ("Model", "Data", "Method", "Ranking", "Choosing and measuring", "Training", "The run")
 )
-_RUN = partial(Option, panel="The run")
 _METHODS = "; ".join(f"{name}: {method.about}" for name, method in METHODS.items())
-_RATES = ", ".join(
-    f"{name} {method.learning_rate:g}"
-    + (f" (language models {method.language_rate:g})" if method.language_rate is not None else "")
-    for name, method in METHODS.items()
-)
+_RATES = ", ".join(f"{name} {method.rates}" for name, method in METHODS.items())
 _LANGUAGE = partial(Option, panel="Language models", kinds=(CAUSAL_LM,))
 _METRICS = "; ".join(", ".join(names) for names in METRICS.values())
 
@@ -293,9 +288,8 @@ class TrainingJob:
             raise ValueError(f"There is no folder {folder}.")
         if not file.exists():
             raise ValueError(f"{folder} was not written by `peft-surgical train`: it holds no {JOB_FILE}.")
-        fields: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-        for name, value in fields.items():
-            fields[name] = tuple(value) if isinstance(value, list) else value
+        saved = json.loads(file.read_text(encoding="utf-8"))
+        fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in saved.items()}
         if fields.get("method") not in methods_with("score"):
             fields.pop("score", None)  # the default of version 0.1.0
         return cls(**fields)

@@ -41,6 +41,12 @@ class Method:
     """A `ValueError` if the options, and the model once it is loaded, do not go together."""
     language_rate: float | None = None  # the default for language models, where it is another
 
+    @property
+    def rates(self) -> str:
+        """The default learning rates in words."""
+        language = f" (language models {self.language_rate:g})" if self.language_rate is not None else ""
+        return f"{self.learning_rate:g}{language}"
+
 
 def default_top_k(depth: int) -> int:
     """How many layers to tune in a model of `depth` layers: 5 of 12 as in Lodha et al. (2023), in proportion.
