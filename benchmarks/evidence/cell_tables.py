@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,8 +46,7 @@ class Finished(Place):
 def cells_table(results: Results, few: int = 0) -> str:
     """Ways to choose k layers, each at a rate of its own (of a decoder, at one for each k)."""
     measured = CellValues(results, few)
-    left_out = [task for task in measured.tasks if not _as_in_0_1_0(task)]
-    rows = []
+    left_out, rows = measured.left_out, []
     for name in measured.names():
         rate, of_cell = measured.cell(name)
         tasks = [task for task in measured.tasks if any(t == task for t, _ in of_cell)]
@@ -131,7 +130,7 @@ def pairs_table(results: Results) -> str:
     pairs += [("attention", other) for other in ("full", lora, "alternate", "fisher")]
     pairs += [(name, other) for name in ("columns-32", "turns-2-50-shuffled") for other in ("lora-16", "full")]
     pairs += [(name, "alternate") for name in methods.HALVED]
-    left_out = [task for task in measured.tasks if not _as_in_0_1_0(task)]
+    left_out = measured.left_out
     for name, other in pairs:
         found, fewer = (
             measured.difference(measured.cell_name(name), measured.cell_name(other), chosen)
@@ -232,6 +231,26 @@ class CellValues:
             return math.nan, {}
         kind, _, count = name.partition(":")
         return runs_of_cell(self._cells, name, f"alternate:{count}" if kind in methods.HALVED else name)
+
+    @property
+    def left_out(self) -> list[str]:
+        """The tasks that a column of their own goes without: they changed, and say little."""
+        return [task for task in self.tasks if not _as_in_0_1_0(task)]
+
+    def runs_of_a_third(self) -> tuple[int, dict[tuple[str, str, int], dict], Callable[[str, str, int], str | None]]:
+        """How many layers of a decoder are tuned, the runs at their rate, and what a plan is on a task."""
+        name = self.cell_name("last")
+        rate, orders = self.cell(name)[0], self._cells.orders()
+
+        def tuning_of(plan: str, task: str, seed: int) -> str | None:
+            try:
+                return methods.resolve(plan, orders[task, seed])
+            except KeyError:  # not ranked
+                return None
+
+        done = [run for task in self.tasks for run in self._cells.place.runs(task).values()]
+        runs = {(run["task"], run["tuning"], run["seed"]): run for run in done if run["rate"] == rate}
+        return int(name.partition(":")[2]), runs, tuning_of
 
     def difference(self, name: str, other: str, chosen: Sequence[str] | None = None) -> Difference:
         """One cell against another in points, paired by task and seed, on the tasks that both have."""

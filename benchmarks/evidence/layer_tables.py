@@ -72,7 +72,7 @@ def layer_effects(results: Results) -> str:
     frame, layers = _runs_of_k_layers(results), list(range(results.depth))
     if frame.empty:
         return ""
-    effects, drawn = _effects(frame, results.tasks, layers)
+    effects, drawn = _effects(frame, [task for task in TASKS if task in {*frame["task"]}], layers)
     low, high = np.quantile(drawn - drawn.mean(1, keepdims=True), (0.025, 0.975), axis=0)
     return table(
         ["layer", *map(str, layers)],
@@ -86,30 +86,38 @@ def layer_effects(results: Results) -> str:
 def neighbours(results: Results) -> str:
     """What each pair of neighbours among k layers adds to the metric, in the same model, with 95 % over tasks."""
     frame, layers = _runs_of_k_layers(results), list(range(results.depth))
-    noisiest, rest = results.without_noisiest([f"random{draw}:{results.k}" for draw in range(RANDOM_DRAWS)])
-    rows = []
+    tasks = [task for task in TASKS if task in {*frame["task"]}]
+    rows, noisy = [], CellValues(results).left_out
+    if results.runs:
+        noisy = [results.without_noisiest([f"random{draw}:{results.k}" for draw in range(RANDOM_DRAWS)])[0]]
     for name, part, columns in (
         ("all runs", frame, ["pairs"]),
         ("all runs, beside the effects of the layers", frame, ["pairs", *layers]),
         ("random draws alone", frame[frame["random"]], ["pairs"]),
     ):
         cells = []
-        for tasks in (results.tasks, rest):
-            effects, drawn = _effects(part, tasks, columns)
+        for chosen in (tasks, [task for task in tasks if task not in noisy]):
+            effects, drawn = _effects(part, chosen, columns)
             low, high = np.quantile(drawn[:, 0], (0.025, 0.975))
             cells.append(f"{effects[0]:+.1f} ({low:+.1f} to {high:+.1f})")
         rows.append([f"{name}, {len(part)}", *cells])
-    return table(["points for each pair of neighbours", "all tasks", f"without {noisiest}"], rows)
+    return table(["points for each pair of neighbours", "all tasks", f"without {', '.join(noisy)}"], rows)
 
 
 def _runs_of_k_layers(results: Results) -> pd.DataFrame:
-    """The runs that tune k layers: task, seed, metric in points, whether a random draw, neighbours, and each layer."""
-    rows = []
-    for (task, tuning, seed), run in results.runs.items():
+    """The runs that tune k layers: task, seed, metric in points, whether a random draw, neighbours, and each layer.
+
+    Those of an encoder have one rate for any layers and the tasks of version 0.1.0, those of a decoder the rate of so
+    many layers.
+    """
+    rows, k, runs, tuning_of = [], results.k, results.runs, results.tuning
+    if not runs:
+        k, runs, tuning_of = CellValues(results).runs_of_a_third()
+    for (task, tuning, seed), run in runs.items():
         match = re.fullmatch(r"layers-([\d.]+)", tuning)
-        if match and match[1].count(".") == results.k - 1:
+        if match and match[1].count(".") == k - 1:
             inside = [int(n) for n in match[1].split(".")]
-            drawn = {results.tuning(f"random{draw}:{results.k}", task, seed) for draw in range(RANDOM_DRAWS)}
+            drawn = {tuning_of(f"random{draw}:{k}", task, seed) for draw in range(RANDOM_DRAWS)}
             pairs = sum(b - a == 1 for a, b in itertools.pairwise(inside))
             record = {"task": task, "seed": seed, "value": 100 * run["validation"][run["metric"]], "pairs": pairs}
             rows.append(record | {"random": tuning in drawn} | {i: float(i in inside) for i in range(results.depth)})
