@@ -15,7 +15,7 @@ from benchmarks.evidence import cells, few_rows, methods, records
 from benchmarks.evidence.findings import Difference, Results
 from benchmarks.evidence.literature import LITERATURE
 from benchmarks.evidence.place import Place
-from benchmarks.evidence.plans import RATE_TASKS
+from benchmarks.evidence.plans import CHOOSE_ON, CONFIRM_ON, RATE_TASKS
 from benchmarks.evidence.tasks import TASKS
 
 
@@ -141,6 +141,15 @@ def pairs_table(results: Results) -> str:
             rows.append([label, str(found), *[str(fewer)] * bool(left_out), f"{found.better}:{found.worse}"])
     header = ["difference", f"points {INTERVALS}", *[f"without {', '.join(left_out)}"] * bool(left_out)]
     return table([*header, "better:worse"], rows)
+
+
+def halves_table(results: Results) -> str:
+    """Each against full tuning on the half of the tasks that one is to be chosen on, and on the other half."""
+    measured, rows = CellValues(results), []
+    for name in [*CHOICES, "attention"][1:]:
+        found = [measured.difference(measured.cell_name(name), "full", half) for half in (CHOOSE_ON, CONFIRM_ON)]
+        rows.append([_label(name), *map(str, found)])
+    return table(["minus all weights", f"choosing half, {INTERVALS}", "confirming half"], rows)
 
 
 def _label(name: str) -> str:

@@ -76,6 +76,7 @@ TABLES: dict[str, Callable[[Results], str]] = {
     "choices": cell_tables.choices_table,
     "pairs": cell_tables.pairs_table,
     "metrics": cell_tables.tasks_table,
+    "halves": cell_tables.halves_table,
     "rates": learning_rates,
     "lodha": comparisons.lodha,
     "lodha-relative": comparisons.lodha_relative,

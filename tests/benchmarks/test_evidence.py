@@ -661,6 +661,8 @@ def test_a_choice_of_layers_is_paired_with_another_by_task_and_seed(tmp_path, mo
     against = next(row for row in cell_tables.pairs_table(results).splitlines() if "last" in row)
     assert against.split("|")[2].strip().startswith("+6.00 ±")  # 8.5 on cola, 3.5 on rte
     assert "| all weights | 5e-05 | 55.0 | 50.0 | 70.0 |" in cell_tables.tasks_table(results).splitlines()
+    halves = {row.split("|")[1].strip(): row.split("|")[2:4] for row in cell_tables.halves_table(results).splitlines()}
+    assert [half.split("±")[0].strip() for half in halves["every other layer"]] == ["+2.67", "-"]  # 1, -3 and 10
     neighbours = layer_tables.neighbours(results).splitlines()[2]
     assert neighbours.startswith("| all runs, 9 | -1.2 (")  # 12, 5, -3 and 10 points for the five pairs of the last
 
