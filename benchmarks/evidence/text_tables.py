@@ -22,21 +22,14 @@ def texts_table(results: Results) -> str:
         return ""
     tokens = {task: np.array(results.sizes[task]["documents"]) for task in measured.tasks}
     untuned = {run["task"]: -run["untuned"]["log_likelihood"] * tokens[run["task"]] for run in measured.runs}
-    full = _losses(measured, "full")
-    rows = [["before tuning", "", "", "", *_cells(untuned, tokens), *[""] * 3]]
+    others = {"full": "full", "equal distances": measured.cell_name("spread")}
+    beside = [_losses(measured, name) for name in others.values()]
+    rows = [["before tuning", "", "", "", *_cells(untuned, tokens), *[""] * 4]]
     for name in measured.names():
         rate, runs = measured.runs_of(name)
         if math.isnan(rate) or not runs:
             continue
         losses = _losses(measured, name)
-        seeds = {
-            task: sorted({s for t, s in losses if t == task} & {s for t, s in full if t == task}) for task in tokens
-        }
-        behind = {
-            task: np.mean([losses[task, s] - full[task, s] for s in shared], 0)
-            for task, shared in seeds.items()
-            if shared
-        }
         means = {task: np.mean([losses[t, s] for t, s in losses if t == task], 0) for task, _ in losses}
         of_task = [[run for (t, _), there in runs.items() if t == task for run in there] for task in tokens]
         forgot = [np.mean([np.diff(run["plain"]) for run in there]) for there in of_task if there]
@@ -48,12 +41,13 @@ def texts_table(results: Results) -> str:
                 f"{rate:g}",
                 f"{min(counts)}-{max(counts)}" if len(set(counts)) > 1 else str(counts[0]),
                 *_cells(means, tokens),
-                _interval(behind, tokens),
+                *(_interval(_behind(losses, other), tokens) for other in beside),
                 number(float(np.mean(held_out)), 3),
                 number(float(np.mean(forgot)), 3, sign=True),
             ]
         )
-    header = ["layers", "k", "rate", "seeds", *tokens, "mean", "minus full, 95 % over documents"]
+    header = ["layers", "k", "rate", "seeds", *tokens, "mean"]
+    header += [f"minus {name}, 95 % over documents" for name in others]
     return table([*header, "mean, held-out documents", "plain text"], rows)
 
 
@@ -61,6 +55,14 @@ def _losses(measured: CellValues, name: str) -> dict[tuple[str, int], np.ndarray
     """The loss of each document by task and seed, the mean over random draws."""
     _, runs = measured.runs_of(name)
     return {key: np.mean([run["documents"] for run in there], 0) for key, there in runs.items()}
+
+
+def _behind(
+    losses: dict[tuple[str, int], np.ndarray], others: dict[tuple[str, int], np.ndarray]
+) -> dict[str, np.ndarray]:
+    """What each document's loss is above another's, by task: the mean over the seeds that both have."""
+    shared = sorted(losses.keys() & others.keys())
+    return {task: np.mean([losses[key] - others[key] for key in shared if key[0] == task], 0) for task, _ in shared}
 
 
 def _cells(losses: dict[str, np.ndarray], tokens: dict[str, np.ndarray]) -> list[str]:
