@@ -335,10 +335,10 @@ def _why_not(row: Mapping[str, Any]) -> str:
 
 
 def words_of(why: str) -> str:
-    """An error without names and numbers, so that like ones are counted together."""
-    return re.sub(r"'[^']*'|\"[^\"]*\"|\[[^\]]*\]|\{[^}]*\}|\d+|\w+(\.\w+){2,}", "…", why.splitlines()[0])[
-        :120
-    ].replace("|", "/")
+    """An error without folders, names and numbers, so that like ones are counted together."""
+    line = re.sub(r"(?<!\w)/\S*/", "", why.splitlines()[0])
+    line = re.sub(r"'[^']*'|\"[^\"]*\"|\[[^\]]*\]|\{[^}]*\}|\d+|\w+(\.\w+){2,}", "…", line)
+    return line[:120].replace("|", "/")
 
 
 def main() -> None:
