@@ -212,6 +212,6 @@ def _check_place(path: str, model: nn.Module) -> None:
         outer = model.get_submodule(".".join(parts[:i]))
         if isinstance(outer, BaseTunerLayer):
             raise ValueError(
-                f"{path} cannot be tuned: {'.'.join(parts[:i])} has LoRA from another adapter, which takes it as a "
-                f"whole ({type(bottom(outer)).__name__}). Unload that adapter first."
+                f"{path} cannot be tuned: it is inside {'.'.join(parts[:i])} ({type(bottom(outer)).__name__}), which "
+                "another adapter tunes as a whole. Unload that adapter first."
             )
