@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -131,10 +131,10 @@ def pairs_table(results: Results) -> str:
     pairs += [(name, other) for name in ("columns-32", "turns-2-50-shuffled") for other in ("lora-16", "full")]
     pairs += [(name, "alternate") for name in methods.HALVED]
     left_out = measured.left_out
+    rest = [task for task in measured.tasks if task not in left_out]
     for name, other in pairs:
         found, fewer = (
-            measured.difference(measured.cell_name(name), measured.cell_name(other), chosen)
-            for chosen in (None, [task for task in measured.tasks if task not in left_out])
+            measured.difference(measured.cell_name(name), measured.cell_name(other), chosen) for chosen in (None, rest)
         )
         label = f"{_label(name)} - {'in float32' if name in methods.HALVED else _label(other)}"
         if found.values:
@@ -246,20 +246,12 @@ class CellValues:
         """The tasks that a column of their own goes without: they changed, and say little."""
         return [task for task in self.tasks if not _as_in_0_1_0(task)]
 
-    def runs_of_a_third(self) -> tuple[int, dict[tuple[str, str, int], dict], Callable[[str, str, int], str | None]]:
-        """How many layers of a decoder are tuned, the runs at their rate, and what a plan is on a task."""
+    def runs_of_a_third(self) -> tuple[int, dict[tuple[str, str, int], dict[str, Any]]]:
+        """How many layers of a decoder are tuned, and the runs at their rate, by task, method and seed."""
         name = self.cell_name("last")
-        rate, orders = self.cell(name)[0], self._cells.orders()
-
-        def tuning_of(plan: str, task: str, seed: int) -> str | None:
-            try:
-                return methods.resolve(plan, orders[task, seed])
-            except KeyError:  # not ranked
-                return None
-
         done = [run for task in self.tasks for run in self._cells.place.runs(task).values()]
-        runs = {(run["task"], run["tuning"], run["seed"]): run for run in done if run["rate"] == rate}
-        return int(name.partition(":")[2]), runs, tuning_of
+        runs = {(run["task"], run["tuning"], run["seed"]): run for run in done if run["rate"] == self.cell(name)[0]}
+        return int(name.partition(":")[2]), runs
 
     def difference(self, name: str, other: str, chosen: Sequence[str] | None = None) -> Difference:
         """One cell against another in points, paired by task and seed, on the tasks that both have."""

@@ -72,7 +72,7 @@ def layer_effects(results: Results) -> str:
     frame, layers = _runs_of_k_layers(results), list(range(results.depth))
     if frame.empty:
         return ""
-    effects, drawn = _effects(frame, [task for task in TASKS if task in {*frame["task"]}], layers)
+    effects, drawn = _effects(frame, _tasks_of(frame), layers)
     low, high = np.quantile(drawn - drawn.mean(1, keepdims=True), (0.025, 0.975), axis=0)
     return table(
         ["layer", *map(str, layers)],
@@ -86,7 +86,7 @@ def layer_effects(results: Results) -> str:
 def neighbours(results: Results) -> str:
     """What each pair of neighbours among k layers adds to the metric, in the same model, with 95 % over tasks."""
     frame, layers = _runs_of_k_layers(results), list(range(results.depth))
-    tasks = [task for task in TASKS if task in {*frame["task"]}]
+    tasks = _tasks_of(frame)
     rows, noisy = [], CellValues(results).left_out
     if results.runs:
         noisy = [results.without_noisiest([f"random{draw}:{results.k}" for draw in range(RANDOM_DRAWS)])[0]]
@@ -110,18 +110,25 @@ def _runs_of_k_layers(results: Results) -> pd.DataFrame:
     Those of an encoder have one rate for any layers and the tasks of version 0.1.0, those of a decoder the rate of so
     many layers.
     """
-    rows, k, runs, tuning_of = [], results.k, results.runs, results.tuning
+    rows, k, runs, random = [], results.k, results.runs, {}
     if not runs:
-        k, runs, tuning_of = CellValues(results).runs_of_a_third()
+        measured = CellValues(results)
+        k, runs = measured.runs_of_a_third()
+        random = measured.runs_of(f"random:{k}")[1]
     for (task, tuning, seed), run in runs.items():
         match = re.fullmatch(r"layers-([\d.]+)", tuning)
         if match and match[1].count(".") == k - 1:
             inside = [int(n) for n in match[1].split(".")]
-            drawn = {tuning_of(f"random{draw}:{k}", task, seed) for draw in range(RANDOM_DRAWS)}
+            drawn = {results.tuning(f"random{draw}:{k}", task, seed) for draw in range(RANDOM_DRAWS)}
+            drawn |= {run["tuning"] for run in random.get((task, seed), ())}
             pairs = sum(b - a == 1 for a, b in itertools.pairwise(inside))
             record = {"task": task, "seed": seed, "value": 100 * run["validation"][run["metric"]], "pairs": pairs}
             rows.append(record | {"random": tuning in drawn} | {i: float(i in inside) for i in range(results.depth)})
     return pd.DataFrame(rows)
+
+
+def _tasks_of(frame: pd.DataFrame) -> list[str]:
+    return [task for task in TASKS if task in {*frame["task"]}]
 
 
 def _effects(frame: pd.DataFrame, tasks: Sequence[str], columns: Sequence[Hashable]) -> tuple[np.ndarray, np.ndarray]:
