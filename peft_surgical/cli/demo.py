@@ -35,7 +35,7 @@ QUICK = {"train": 270, "validation": 120, "epochs": 2, "samples": 48, "head_seed
 LEARNING_RATES = {"head": 5e-2, "surgical": 1e-3, "spafit": 1e-3}
 WAYS: dict[str, dict[str, Any]] = {
     "head alone": {"method": "head"},
-    "every other layer": {"method": "surgical", "layers": f"alternate:{TOP}"},
+    "equal distances": {"method": "surgical", "layers": f"spread:{TOP}"},
     "by Fisher": {"method": "surgical", "top_k": TOP, "score": "fisher"},
     "last layers": {"method": "surgical", "layers": f"last:{TOP}"},
     "middle layers": {"method": "surgical", "layers": f"middle:{TOP}"},
@@ -134,11 +134,11 @@ class Demo:
         self.checks["every layer has a score above zero"] = all(score > 0 for score in ranking.scores)
         self.step(f"2. Sentiment: which {TOP} layers to tune?")
         self.say(
-            "No choice is the best everywhere. On eleven tasks every other layer did better on average than those "
-            "with the most Fisher information, and than the last ones (docs/results.md). On this one:"
+            "No choice is the best everywhere. On ten tasks layers at equal distances did better on average than "
+            "those with the most Fisher information, and than the last ones (docs/results.md). On this one:"
         )
         self.tune("sentiment", "head alone")
-        self.tune("sentiment", "every other layer")
+        self.tune("sentiment", "equal distances")
         self.tune("sentiment", "by Fisher", run)
         last = range(len(ranking.scores) - TOP, len(ranking.scores))
         if sorted(ranking.order[:TOP]) == [*last]:

@@ -76,9 +76,9 @@ class TrainingJob:
     layers: Annotated[
         str | tuple[int | str, ...] | None,
         Option(
-            "The layers to tune: 3,5,-1 or 4-9 or spread:5, middle:5, last:25%; or auto: every other, the middle and "
-            "the last ones in turn, and what is best on held-out rows is kept. Default: every other layer, "
-            "in language models layers at equal distances."
+            "The layers to tune: 3,5,-1 or 4-9 or spread:5, middle:5, last:25%; or auto: layers at equal distances, "
+            "every other and the middle ones in turn, and what is best on held-out rows is kept. Default: layers at "
+            "equal distances."
         ),
     ] = None
     rotate_every: Annotated[

@@ -60,8 +60,8 @@ def default_top_k(depth: int) -> int:
 
 
 def configure_surgical(model: nn.Module, options: Options, ranking: LayerRanking | None, shared: Shared) -> PeftConfig:
-    """All weights of the layers that are named or rank highest (Lodha et al., 2023); else of those that lost least in
-    this project's benchmarks: every other layer, in a language model layers at equal distances."""
+    """All weights of the layers that are named or rank highest (Lodha et al., 2023); else of layers at equal distances,
+    which lost least in this project's benchmarks."""
     from peft_surgical.layers import choose_stack
 
     if options["layers"] is not None:
@@ -69,8 +69,7 @@ def configure_surgical(model: nn.Module, options: Options, ranking: LayerRanking
     depth = len(choose_stack(model, options["stack"]) if ranking is None else ranking.scores)
     top_k = options["top_k"] or default_top_k(depth)
     if ranking is None:
-        place = "spread" if shared["task_type"] == "CAUSAL_LM" else "alternate"
-        chosen = "all" if options["rotate_every"] and not options["top_k"] else f"{place}:{top_k}"
+        chosen = "all" if options["rotate_every"] and not options["top_k"] else f"spread:{top_k}"
         return _tune_layers(options, shared, layers=_in_stack(options, chosen))
     return _tune_layers(options, shared, ranking=ranking, top_k=top_k)
 
@@ -218,17 +217,19 @@ METHODS: dict[str, Method] = {
     "surgical": Method(
         configure_surgical,
         "all weights of some layers",
-        5e-5,
+        1e-4,
         frozenset({"top_k", "layers", "target_modules", "stack", "dequantize", *OF_TURNS, *ROUNDED})
         | {"ranking", "score", *OF_A_RANKING},
         check=check_tuned_layers,
+        language_rate=2e-5,
     ),
     "last": Method(
         configure_last,
         "all weights of the last layers",
-        5e-5,
+        1e-4,
         frozenset({"top_k", "target_modules", "stack", "dequantize", *ROUNDED}),
         check=check_tuned_layers,
+        language_rate=2e-5,
     ),
     "full": Method(lambda *given: None, "all weights", 5e-5, frozenset(ROUNDED), language_rate=1e-5),
     "head": Method(configure_head, "the task's head alone", 3e-4),

@@ -48,7 +48,7 @@ def test_the_demo_goes_the_whole_way_and_its_checks_hold(tiny_demo, tmp_path, mo
     checks = json.loads((tmp_path / "out" / "demo.json").read_text())
     assert all(checks.values())
     assert words.count("✓") == len(checks) >= 11
-    for way in ("every other layer", "by Fisher", "middle layers", "SPAFIT"):
+    for way in ("equal distances", "by Fisher", "middle layers", "SPAFIT"):
         assert sum(f"{way}, +" in check for check in checks) == 1
     assert "w1 w2 is mine" in words
     assert "w3 w4 was typed" in words
@@ -113,7 +113,7 @@ def test_a_head_that_is_as_good_fails_the_check(tiny_demo, monkeypatch):
     for step in ("show_costs", "load", "answer", "swap"):
         monkeypatch.setattr(demo.Demo, step, lambda *a, **k: None)
     words = tiny_demo(code=1)
-    for failed in ("sentiment: every other layer", "opinion: middle layers", "opinion: SPAFIT"):
+    for failed in ("sentiment: equal distances", "opinion: middle layers", "opinion: SPAFIT"):
         assert f"✗ FAILED: {failed}, +0.0 points over the head alone" in words
 
 

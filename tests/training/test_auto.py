@@ -29,14 +29,14 @@ from peft_surgical.training.common import Diverged, JointCheckpoints
 
 @pytest.fixture(scope="module")
 def places(tmp_path_factory) -> dict[str, dict[str, str]]:
-    base = str(save_base(tmp_path_factory.mktemp("base")))
+    base = str(save_base(tmp_path_factory.mktemp("base"), num_hidden_layers=6))
     labels, amounts = tmp_path_factory.mktemp("labels"), tmp_path_factory.mktemp("amounts")
     chats, language = tmp_path_factory.mktemp("chats"), tmp_path_factory.mktemp("language")
     return {
         "labels": {"model": base, "data": str(save_data(labels))},
         "amounts": {"model": base, "data": str(save_data(amounts, pair=True, regression=True))},
         "chats": {
-            "model": str(save_language_model(language)),
+            "model": str(save_language_model(language, num_hidden_layers=6)),
             "data": str(save_language_data(chats, train=40)),
         },
     }
@@ -267,14 +267,14 @@ def test_the_command_shows_tables_goes_on_after_an_interrupt_and_draws(places, t
     given += ["--layers", "auto", "--metric", "loss", "--epochs", "2", "--lr", "0.01"]
     words = run_forked(interrupt, given).output
     assert "code 130" in words
-    assert re.search(r"middle:40% +1, 2 +8\n", words)  # before anything is trained
-    assert re.search(r"middle:40% +1, 2 +8 +about \d+\n", words)
-    assert "To go on from middle:40%, step 4, epoch 1 of 2:\n" in words
+    assert re.search(r"alternate:40% +1, 3 +8\n", words)  # before anything is trained
+    assert re.search(r"alternate:40% +1, 3 +8 +about \d+\n", words)
+    assert "To go on from alternate:40%, step 4, epoch 1 of 2:\n" in words
     command = re.search(r"peft-surgical (train --output .* --resume)\n", words).group(1)
     words = invoke(*shlex.split(command), "--plot", picture)
     assert words.count("Going on from step 4, epoch 1 of 2.") == 1
-    assert re.search(r"Now middle:40%(.|\n)*Now last:40%", words)
-    assert "Now alternate" not in words
+    assert re.search(r"Now alternate:40%(.|\n)*Now middle:40%", words)
+    assert "Now spread" not in words
     assert len(re.findall(r"kept$", words.rsplit("Choices of layers", 1)[1], re.M)) == 1
     assert picture.read_bytes()[:4] == b"\x89PNG"
     picture.unlink()
@@ -282,7 +282,7 @@ def test_the_command_shows_tables_goes_on_after_an_interrupt_and_draws(places, t
     assert picture.exists()
     assert "accuracy" in invoke("evaluate", out)
     words = invoke("plan", *given[1:-2], "--epochs", 3)
-    assert re.search(r"last:40% +encoder 2, 3: .* an epoch", words)
+    assert re.search(r"middle:40% +encoder 2, 3: .* an epoch", words)
     assert re.search(r"In all .*: 3 epochs of each choice", words)
 
 
