@@ -127,7 +127,7 @@ class BestAdapterCallback(TrainerCallback):
 
 
 CHOICES = ("spread:40%", "alternate:40%", "middle:40%")
-"""The choices of layers that did best in this project's benchmarks, none of which looks at the data; the best first."""
+"""The choices that did best in this project's benchmarks, none of which looks at the data; the best first."""
 
 
 def best_choice(values: Mapping[str, float | None], *, larger_is_better: bool) -> str | None:

@@ -60,8 +60,8 @@ def default_top_k(depth: int) -> int:
 
 
 def configure_surgical(model: nn.Module, options: Options, ranking: LayerRanking | None, shared: Shared) -> PeftConfig:
-    """All weights of the layers that are named or rank highest (Lodha et al., 2023); else of layers at equal distances,
-    which lost least in this project's benchmarks."""
+    """All weights of the layers that are named or rank highest (Lodha et al., 2023); else of layers at equal
+    distances, which lost least in this project's benchmarks."""
     from peft_surgical.layers import choose_stack
 
     if options["layers"] is not None:

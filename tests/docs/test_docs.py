@@ -100,7 +100,7 @@ def save_models_of_recipes(folder: Path) -> None:
 
 def save_its_runs() -> None:
     """What the commands of the quick start have trained."""
-    for run, layers in (("reviews", "alternate:33%"), ("mails", "last:1")):
+    for run, layers in (("reviews", "spread:33%"), ("mails", "last:1")):
         name = "sentence-transformers/all-MiniLM-L6-v2"
         base = transformers.AutoModelForSequenceClassification.from_pretrained(name)
         get_peft_model(base, SurgicalConfig(task_type="SEQ_CLS", layers=layers)).save_pretrained(f"runs/{run}")

@@ -81,7 +81,7 @@ def test_the_learning_rate_is_the_one_given_or_that_of_the_evidence(method, kind
         ({**RANKED, "top_k": 2}, None),
         ({"method": "surgical", "layers": (1, -1)}, [1, 3]),
         ({"method": "surgical", "layers": "middle:2"}, [1, 2]),
-        ({"method": "surgical"}, [1]),
+        ({"method": "surgical"}, [2]),
         ({"method": "surgical", "top_k": 2}, [1, 3]),
         ({"method": "surgical", "layers": "all", "target_modules": ("attention",)}, [0, 1, 2, 3]),
         ({"method": "last"}, [3]),
