@@ -12,13 +12,14 @@ import numpy as np
 
 from benchmarks.common.table_format import INTERVALS, MISSING, number, points, table
 from benchmarks.evidence import cells, few_rows, methods, records
-from benchmarks.evidence.findings import Difference, Results
+from benchmarks.evidence.findings import Difference, Results, held_out
 from benchmarks.evidence.literature import LITERATURE
 from benchmarks.evidence.place import Place
 from benchmarks.evidence.plans import CHOOSE_ON, CONFIRM_ON, RATE_TASKS
-from benchmarks.evidence.tasks import TASKS
+from benchmarks.evidence.tasks import NOT_LEARNT, TASKS
 
 
+WITH_OTHERS = f"with {', '.join(NOT_LEARNT)}"
 PARTS = ("full", "lora-II", "lora-16", "lora-64", "columns-32", "turns-2-50-shuffled", "mlp", "attention", "norms")
 OTHERS = ("first", "lowest_fisher", "fisher_sampled", "lowest_fisher_sampled", "fisher_after_epoch")
 OTHERS += ("grad_norm", "rgn", "snr")
@@ -46,14 +47,14 @@ class Finished(Place):
 def cells_table(results: Results, few: int = 0) -> str:
     """Ways to choose k layers, each at a rate of its own (of a decoder, at one for each k)."""
     measured = CellValues(results, few)
-    left_out, rows = measured.left_out, []
+    has_others, rows = measured.learnt != measured.tasks, []
     for name in measured.names():
         rate, of_cell = measured.cell(name)
-        tasks = [task for task in measured.tasks if any(t == task for t, _ in of_cell)]
+        tasks = [task for task in measured.learnt if any(t == task for t, _ in of_cell)]
         if math.isnan(rate) or len(tasks) < len(RATE_TASKS):
             continue
         against = measured.difference(name, "full")
-        fewer = measured.difference(name, "full", [task for task in tasks if _as_in_0_1_0(task)])
+        every = measured.difference(name, "full", measured.tasks)
         means = [np.mean([of_cell[t, s][0] for t, s in of_cell if t == task]) for task in tasks]
         cost = [after - before for _, forgot in of_cell.values() for before, after in forgot]
         rows.append(
@@ -63,18 +64,14 @@ def cells_table(results: Results, few: int = 0) -> str:
                 str(len(against.values)),
                 points(float(np.mean(means)), 2),
                 str(against),
-                *([str(fewer)] if left_out else []),
                 f"{against.better}:{against.worse}",
+                *([str(every)] if has_others else []),
                 *([number(float(np.mean(cost)), 3, sign=True)] if measured.is_decoder else []),
             ]
         )
     header = ["layers", "k", "rate", "tasks", "mean of these", f"minus full {INTERVALS}"]
-    header += [f"without {', '.join(left_out)}"] if left_out else []
-    return table([*header, "better:worse", *(["loss on plain text"] if measured.is_decoder else [])], rows)
-
-
-def _as_in_0_1_0(task: str) -> bool:
-    return TASKS[few_rows.whole(task)].revision == 1
+    header += ["better:worse", *[WITH_OTHERS] * has_others]
+    return table([*header, *(["loss on plain text"] if measured.is_decoder else [])], rows)
 
 
 def few_rows_table(results: Results) -> str:
@@ -86,7 +83,7 @@ def few_rows_table(results: Results) -> str:
 def tasks_table(results: Results) -> str:
     """The metric of each way to choose layers of a decoder on each task, means over seeds."""
     measured, rows = CellValues(results), []
-    for name, (label, _) in CHOICES.items():
+    for name, label in CHOICES.items():
         rate, of_cell = measured.cell(measured.cell_name(name))
         by_task = [[v for (t, _), (v, _) in of_cell.items() if t == task] for task in measured.tasks]
         rows.append([label, f"{rate:g}", *(points(float(np.mean(v))) if v else MISSING for v in by_task)])
@@ -96,18 +93,12 @@ def tasks_table(results: Results) -> str:
 
 def choices(results: Results) -> dict[str, dict[str, Difference]]:
     """Each way to choose layers against full tuning, on each of the models beside one another."""
-    rows: dict[str, dict[str, Difference]] = {label: {} for label, _ in CHOICES.values() if label != "all weights"}
-    for folder, model in MODELS.items():
-        of_model = Results(results.folder.parent / folder)
-        measured = CellValues(of_model)
-        for name, (label, plan) in CHOICES.items():
-            if label in rows:
-                rows[label][model] = (
-                    measured.difference(measured.cell_name(name), "full")
-                    if measured.is_decoder
-                    else of_model.difference(plan.format(of_model.k), "full", of_model.tasks)
-                )
-    return rows
+    measured = {model: CellValues(Results(results.folder.parent / folder)) for folder, model in MODELS.items()}
+    return {
+        label: {model: values.difference(values.cell_name(name), "full") for model, values in measured.items()}
+        for name, label in CHOICES.items()
+        if name != "full"
+    }
 
 
 def choices_table(results: Results) -> str:
@@ -122,61 +113,62 @@ def choices_table(results: Results) -> str:
 def pairs_table(results: Results) -> str:
     """Ways to choose layers, and methods, against one another, paired by task and seed."""
     measured, rows = CellValues(results), []
-    lora = "lora-16" if measured.is_decoder else "lora-II"
-    pairs = [("alternate", other) for other in ("spread", "middle", "fisher", "last", "random", lora)]
-    if not measured.is_decoder:
-        counts = cells.default_counts(results.depth)
-        pairs = [(f"spread:{k}", f"{other}:{k}") for k in counts for other in ("fisher", "last", "random")]
-    pairs += [("attention", other) for other in ("full", lora, "alternate", "fisher")]
+    lora = measured.cell_name("lora")
+    kinds = ("alternate", "middle", "fisher", "last", "random")
+    pairs = [(f"spread:{k}", f"{other}:{k}") for k in measured.counts for other in kinds]
+    pairs += [("spread", lora), ("best", "spread"), ("best", "full")]
+    pairs += [("attention", other) for other in ("full", lora, "spread", "fisher")]
     pairs += [(name, other) for name in ("columns-32", "turns-2-50-shuffled") for other in ("lora-16", "full")]
     pairs += [(name, "alternate") for name in methods.HALVED]
-    left_out = measured.left_out
-    rest = [task for task in measured.tasks if task not in left_out]
     for name, other in pairs:
-        found, fewer = (
-            measured.difference(measured.cell_name(name), measured.cell_name(other), chosen) for chosen in (None, rest)
+        found, every = (
+            measured.difference(measured.cell_name(name), measured.cell_name(other), chosen)
+            for chosen in (measured.learnt, measured.tasks)
         )
         label = f"{_label(name)} - {'in float32' if name in methods.HALVED else _label(other)}"
         if found.values:
-            rows.append([label, str(found), *[str(fewer)] * bool(left_out), f"{found.better}:{found.worse}"])
-    header = ["difference", f"points {INTERVALS}", *[f"without {', '.join(left_out)}"] * bool(left_out)]
-    return table([*header, "better:worse"], rows)
+            rows.append([label, str(found), f"{found.better}:{found.worse}", str(every)])
+    return table(["difference", f"points {INTERVALS}", "better:worse", WITH_OTHERS], rows)
 
 
 def halves_table(results: Results) -> str:
     """Each against full tuning on the half of the tasks that one is to be chosen on, and on the other half."""
     measured, rows = CellValues(results), []
-    for name in [*CHOICES, "attention"][1:]:
-        found = [measured.difference(measured.cell_name(name), "full", half) for half in (CHOOSE_ON, CONFIRM_ON)]
+    for name in list(CHOICES)[1:]:
+        halves = [[task for task in half if task in measured.learnt] for half in (CHOOSE_ON, CONFIRM_ON)]
+        found = [measured.difference(measured.cell_name(name), "full", half) for half in halves]
         rows.append([_label(name), *map(str, found)])
     return table(["minus all weights", f"choosing half, {INTERVALS}", "confirming half"], rows)
 
 
 def _label(name: str) -> str:
     kind, _, count = name.partition(":")
-    return METHODS.get(kind) or CHOICES[kind][0] + f" ({count})" * bool(count)
+    return (METHODS | CHOICES)[kind] + f" ({count})" * bool(count)
 
 
+BEST_OF = ("spread", "alternate", "middle")
 METHODS = {
+    "best": "the best of these, every other and the middle layers by held-out rows",
     "columns-32": "32 columns of all linear maps",
     "turns-2-50-shuffled": "all layers in turns of two",
-    "attention": "the attention of all layers",
+    "lora-16": "LoRA",
     "lora-II": "LoRA of the attention, r = 64",
     "bf16": "every other layer in bfloat16",
     "bf16-stochastic": "every other layer in bfloat16, stochastically rounded",
 }
 """What methods that do not choose among layers are called."""
 CHOICES = {
-    "full": ("all weights", "full"),
-    "alternate": ("every other layer", "alternate:{}"),
-    "random": ("random layers", "random"),
-    "middle": ("middle layers", "middle:{}"),
-    "spread": ("layers at equal distances", "spread:{}"),
-    "fisher": ("most Fisher information", "fisher:{}"),
-    "last": ("last layers", "last:{}"),
-    "lora-16": ("LoRA", "lora-II"),
+    "full": "all weights",
+    "attention": "the attention of all layers",
+    "alternate": "every other layer",
+    "spread": "layers at equal distances",
+    "random": "random layers",
+    "middle": "middle layers",
+    "fisher": "most Fisher information",
+    "last": "last layers",
+    "lora": "LoRA",
 }
-"""Cells of decoders: what they are called, and the plan of encoders."""
+"""What cells are called."""
 MODELS = {
     "gemma3": "Gemma 3 270M, 6 of 18 layers",
     "mpnet": "MPNet, 5 of 12",
@@ -204,24 +196,32 @@ class CellValues:
         self._cells = cells.Cells(place, [], self.tasks, seeds, shared=cells.SHARED if self.is_decoder else None)
         self._known: dict[str, tuple[float, dict[tuple[str, int], tuple[float, list[list[float]]]]]] = {}
 
+    @property
+    def counts(self) -> list[int]:
+        """The numbers of layers of the tables."""
+        depth = self._cells.place.depth
+        if not self.is_decoder:
+            return cells.default_counts(depth)
+        named = {len(m.split(".")) for run in self.runs if (m := run["tuning"]).startswith("layers-")}
+        return sorted(named & {depth // 6, depth // 3, depth // 2})
+
     def names(self) -> list[str]:
         """The cells of the tables, whether there are runs or not."""
-        counts, depth = cells.default_counts(self._cells.place.depth), self._cells.place.depth
-        if self.is_decoder:
-            named = {len(m.split(".")) for run in self.runs if (m := run["tuning"]).startswith("layers-")}
-            counts = sorted(named & {depth // 6, depth // 3, depth // 2})
         others = OTHERS if self.is_decoder else ()
-        return cells.cell_names([*PARTS, *cells.KINDS, *LITERATURE, *others], counts)
+        return cells.cell_names([*PARTS, *cells.KINDS, *LITERATURE, *others], self.counts)
 
     def rankings(self, task: str, seed: int) -> dict[str, dict[str, Any]]:
         """The rankings of a task as it is now, by score."""
         return self._cells.place.rankings(task, seed)
 
     def cell_name(self, name: str) -> str:
-        """A way to choose layers as the cell of a third of them (of an encoder, of 5 in 12); a method, or a cell, by
-        its own name."""
+        """A way to choose layers as the cell of a third of them (of an encoder, of 5 in 12); `lora` as that of the
+        papers on encoders or r = 16 on all linear maps; a method, or a cell, by its own name."""
+        if name == "lora":
+            return "lora-16" if self.is_decoder else "lora-II"
         count = self._cells.place.depth // 3 if self.is_decoder else self._k
-        return name if ":" in name or methods.family(name) in methods.RATES else f"{name}:{count}"
+        is_cell = ":" in name or name == "best" or methods.family(name) in methods.RATES
+        return name if is_cell else f"{name}:{count}"
 
     def cell(self, name: str) -> tuple[float, dict[tuple[str, int], tuple[float, list[list[float]]]]]:
         """The rate of a cell, and for each task and seed its metric (the mean over draws) and what was forgotten."""
@@ -238,27 +238,32 @@ class CellValues:
         """The rate of a cell, and for each task and seed its runs at that rate; several where layers are random."""
         if not self.runs:
             return math.nan, {}
+        if name == "best":
+            tried = [self.runs_of(self.cell_name(kind))[1] for kind in BEST_OF]
+            shared = set.intersection(*map(set, tried))
+            return math.nan, {key: [max((runs[key][0] for runs in tried), key=held_out)] for key in shared}
         kind, _, count = name.partition(":")
         return runs_of_cell(self._cells, name, f"alternate:{count}" if kind in methods.HALVED else name)
 
     @property
-    def left_out(self) -> list[str]:
-        """The tasks that a column of their own goes without: they changed, and say little."""
-        return [task for task in self.tasks if not _as_in_0_1_0(task)]
+    def learnt(self) -> list[str]:
+        """The tasks that means are over."""
+        return [task for task in self.tasks if few_rows.whole(task) not in NOT_LEARNT]
 
     def runs_of_a_third(self) -> tuple[int, dict[tuple[str, str, int], dict[str, Any]]]:
         """How many layers of a decoder are tuned, and the runs at their rate, by task, method and seed."""
         name = self.cell_name("last")
-        done = [run for task in self.tasks for run in self._cells.place.runs(task).values()]
+        done = [run for task in self.learnt for run in self._cells.place.runs(task).values()]
         runs = {(run["task"], run["tuning"], run["seed"]): run for run in done if run["rate"] == self.cell(name)[0]}
         return int(name.partition(":")[2]), runs
 
     def difference(self, name: str, other: str, chosen: Sequence[str] | None = None) -> Difference:
-        """One cell against another in points, paired by task and seed, on the tasks that both have."""
+        """One cell against another in points, paired by task and seed, on those tasks (the learnt ones) that both
+        have."""
         one, two = self.cell(name)[1], self.cell(other)[1]
         paired = [
             [100 * (one[t, s][0] - two[t, s][0]) for t, s in one if t == task and (t, s) in two]
-            for task in chosen or self.tasks
+            for task in (self.learnt if chosen is None else chosen)
         ]
         return Difference([points_of for points_of in paired if points_of])
 

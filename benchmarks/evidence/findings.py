@@ -87,7 +87,7 @@ class Results:
         """The run of a plan; of several that it tries, the one that is best on the held-out rows."""
         if plan in TRIED:
             tried = [self.run(f"{score}:{self.k}", task, seed) for score in TRIED[plan]]
-            return max(tried, key=_held_out) if all(tried) else None
+            return max(tried, key=held_out) if all(tried) else None
         return self.runs.get((task, self.tuning(plan, task, seed), seed))
 
     def values(self, plan: str, task: str) -> dict[int, float]:
@@ -103,7 +103,7 @@ class Results:
     def best_seed(self, plan: str, task: str) -> float:
         """The metric of the seed that is best on the held-out rows; NaN if there is no run."""
         runs = [run for seed in self.seeds if (run := self.run(plan, task, seed))]
-        best = max(runs, key=_held_out, default=None)
+        best = max(runs, key=held_out, default=None)
         return best["validation"][best["metric"]] if best else math.nan
 
     def mean(self, plan: str, task: str) -> float:
@@ -176,7 +176,7 @@ class Results:
         return 196 * (share * (1 - share) / rows) ** 0.5
 
 
-def _held_out(run: dict) -> tuple[float, float]:
+def held_out(run: dict) -> tuple[float, float]:
     """How good a run is on the held-out rows."""
     return run["held_out"][run["metric"]], -run["held_out"]["loss"]
 

@@ -87,7 +87,7 @@ def neighbours(results: Results) -> str:
     """What each pair of neighbours among k layers adds to the metric, in the same model, with 95 % over tasks."""
     frame, layers = _runs_of_k_layers(results), list(range(results.depth))
     tasks = _tasks_of(frame)
-    rows, noisy = [], CellValues(results).left_out
+    rows, noisy = [], []
     if results.runs:
         noisy = [results.without_noisiest([f"random{draw}:{results.k}" for draw in range(RANDOM_DRAWS)])[0]]
     for name, part, columns in (
@@ -96,12 +96,13 @@ def neighbours(results: Results) -> str:
         ("random draws alone", frame[frame["random"]], ["pairs"]),
     ):
         cells = []
-        for chosen in (tasks, [task for task in tasks if task not in noisy]):
+        for chosen in (tasks, *[[task for task in tasks if task not in noisy]] * bool(noisy)):
             effects, drawn = _effects(part, chosen, columns)
             low, high = np.quantile(drawn[:, 0], (0.025, 0.975))
             cells.append(f"{effects[0]:+.1f} ({low:+.1f} to {high:+.1f})")
         rows.append([f"{name}, {len(part)}", *cells])
-    return table(["points for each pair of neighbours", "all tasks", f"without {', '.join(noisy)}"], rows)
+    header = ["points for each pair of neighbours", "all tasks", *(f"without {task}" for task in noisy)]
+    return table(header, rows)
 
 
 def _runs_of_k_layers(results: Results) -> pd.DataFrame:

@@ -6,7 +6,6 @@ python -m benchmarks.evidence.plots mpnet                  # into docs/figures/
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from benchmarks.evidence.comparison_tables import criteria_plans, lodha_plans, s
 from benchmarks.evidence.findings import RESULTS, Results
 from benchmarks.evidence.jobs import RANDOM_DRAWS
 from benchmarks.evidence.panels import BLUE, GREEN, GREY, ORANGE, RED, TITLES, labelled, plt, small_multiples
-from benchmarks.evidence.size_tables import encoded_megabytes
+from benchmarks.evidence.size_tables import encoded_megabytes, measured_costs
 from benchmarks.evidence.tables import PAGES
 
 
@@ -133,9 +132,7 @@ def spafit(results: Results) -> Any:
 
 def cost(results: Results) -> Any:
     """The average metric against what is trained, stored and waited for."""
-    file = results.folder / "cost.json"
-    measured = json.loads(file.read_text())["methods"] if file.exists() else {}
-    k = results.k
+    measured, k = measured_costs(results), results.k
     panels: list[list[tuple[float, float, str]]] = [[], [], []]
     encoded: list[tuple[float, float, str]] = []
     for plan in (

@@ -198,8 +198,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         plans += [f"alternate:{k}", f"middle:{k}", *(f"last:{n}" for n in counts)]
         if options.methods:
             plans = cells.cell_names(options.methods, options.k or [k])
-        plans = [methods.resolve(plan, cells.fixed_orders(depth)) for plan in plans]
-        cost(place, list(dict.fromkeys(plans)))
+        cost(place, [methods.resolve(plan, cells.fixed_orders(depth)) for plan in plans])
     else:
         with Pool(place, options.processes[0], until) as pool:
             if options.command == "cells":

@@ -8,7 +8,7 @@ from statistics import fmean
 
 from benchmarks.common.table_format import MISSING, number, points, table
 from benchmarks.delta import size_table
-from benchmarks.evidence import methods
+from benchmarks.evidence import methods, records
 from benchmarks.evidence.findings import Results
 
 
@@ -16,12 +16,8 @@ ENCODED = ("bf16", "int8", "int4", "sign, distilled")
 
 
 def costs(results: Results) -> str:
-    """What each method costs."""
-    file = results.folder / "cost.json"
-    if not file.exists():
-        return ""
-    measured = json.loads(file.read_text())["methods"]
-    full, rows = measured["full"], []
+    """What each method costs; its part of full tuning is that of one run on one idle device."""
+    measured, rows = measured_costs(results), []
     for tuning, m in measured.items():
         memory = f"{m['peak_bytes'] / 2**30:.2f}" if m["peak_bytes"] else MISSING
         rows.append(
@@ -31,7 +27,7 @@ def costs(results: Results) -> str:
                 f"{m['delta_bytes'] / 1e6:.1f}",
                 f"{1000 * m['step_seconds']:.1f}",
                 f"{1000 * m['graph_seconds']:.1f}" if m["graph_seconds"] else MISSING,
-                f"{m['graph_seconds'] / full['graph_seconds']:.2f}" if m["graph_seconds"] else MISSING,
+                f"{m['graph_seconds'] / m['full']['graph_seconds']:.2f}" if m["graph_seconds"] else MISSING,
                 memory,
                 points(results.average(tuning, results.tasks), 2),
             ]
@@ -39,6 +35,12 @@ def costs(results: Results) -> str:
     header = ["method", "trained, M", "delta, MB", "step, ms", "its graph, ms", "of full", "peak memory, GiB"]
     has_average = any(row[-1] != MISSING for row in rows)  # runs with all the questions' tasks
     return table([*header, *["average metric"] * has_average], [row if has_average else row[:-1] for row in rows])
+
+
+def measured_costs(results: Results) -> dict[str, dict]:
+    """What a step of each method took in the last run that has it, with that run's own `full` tuning."""
+    runs = [run["methods"] for run in records.read(results.folder / "cost.jsonl")]
+    return {tuning: {**of_one, "full": run["full"]} for run in runs for tuning, of_one in run.items()}
 
 
 def file_sizes(results: Results) -> str:

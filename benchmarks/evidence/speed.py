@@ -95,10 +95,10 @@ def cost(place: Place, tunings: Sequence[str], length: int = 128, batch: int = 3
     """Time and memory of a training step of each method, one after the other on an idle device.
 
     A plain step, which on a GPU mostly waits for the CPU to launch kernels, and the replay of its CUDA graph, which is
-    what the GPU itself needs.
+    what the GPU itself needs. `full` is measured in each run, for the others to be compared with.
     """
     found = {}
-    for tuning in tunings:
+    for tuning in dict.fromkeys(("full", *tunings)):
         adapted = methods.adapt(place.load("rte", 0), tuning)
         trainee = Trainee(training.halve_frozen(adapted), 1e-5)
         trainee.model.train()
@@ -123,8 +123,8 @@ def cost(place: Place, tunings: Sequence[str], length: int = 128, batch: int = 3
         print(tuning, found[tuning], flush=True)
         del trainee, adapted
         gc.collect()
-    records.write(
-        place.results / "cost.json",
+    records.append(
+        place.results / "cost.jsonl",
         {"length": length, "batch": batch, "methods": found, **surroundings(place)},
     )
 

@@ -190,6 +190,8 @@ TASKS: dict[str, Task] = {
     "wsc": Task("superglue/wsc", "accuracy", _wsc, batch=16, group=_alike("text"), revision=2),
 }
 """All tasks whose training split is at hand; large ones with fewer rows or epochs, for 1,200 steps at most."""
+NOT_LEARNT = ("wnli",)
+"""Tasks that means go without: nothing is learnt, and validation repeats training sentences with the other answer."""
 
 
 def load(name: str, tokenizer: Any, data: Path) -> TaskData:

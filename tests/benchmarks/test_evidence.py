@@ -41,6 +41,7 @@ from benchmarks.evidence import (
     records,
     run,
     scheduler,
+    size_tables,
     tables,
     tangent_kernels,
     tasks,
@@ -560,6 +561,17 @@ def test_a_trial_keeps_what_is_best_on_held_out_rows(tmp_path):
     assert results.mean("trial", "rte") == 0.4
 
 
+def test_times_are_compared_with_full_tuning_of_the_same_run(tmp_path):
+    for slow, tunings in ((1.0, ("full", "lora-16", "layers-3")), (2.0, ("full", "layers-3"))):  # a slower device
+        seconds = {name: slow * (0.02 if name == "full" else 0.01) for name in tunings}
+        same = {"peak_bytes": None, "trained_parameters": 1, "delta_bytes": 4}
+        timed = {name: {"step_seconds": s, "graph_seconds": s} | same for name, s in seconds.items()}
+        records.append(tmp_path / "cost.jsonl", {"methods": timed})
+    rows = [row.split("|")[1:7] for row in size_tables.costs(findings.Results(tmp_path)).splitlines()[2:]]
+    found = {row[0].strip(): tuple(map(float, row[4:6])) for row in rows}
+    assert found == {"full": (40.0, 1.0), "lora-16": (10.0, 0.5), "layers-3": (20.0, 0.5)}
+
+
 # ---- the whole
 
 
@@ -628,10 +640,10 @@ def test_the_table_of_cells_pairs_each_with_full_tuning(tmp_path, monkeypatch):
 def test_a_choice_of_layers_is_paired_with_another_by_task_and_seed(tmp_path, monkeypatch):
     for module in (cells, cell_tables):
         monkeypatch.setattr(module, "RATE_TASKS", ("cola", "rte"))
-    alternate, last = "layers-1.3.5.7.9.11", "layers-12.13.14.15.16.17"
+    spread, last = "layers-1.4.7.10.13.16", "layers-12.13.14.15.16.17"
     points_of = {  # by task, and by seed where there is a run
         "full": {"cola": [0.5, 0.6], "rte": [0.5], "wic": [0.7]},
-        alternate: {"cola": [0.52, 0.6], "rte": [0.47, 0.9], "wic": [0.8]},
+        spread: {"cola": [0.52, 0.6], "rte": [0.47, 0.9], "wic": [0.8]},
         last: {"cola": [0.4, 0.55], "rte": [0.5, 0.8]},
     }
     for tuning, by_task in points_of.items():
@@ -657,14 +669,42 @@ def test_a_choice_of_layers_is_paired_with_another_by_task_and_seed(tmp_path, mo
     every = cell_tables.choices_table(results).splitlines()
     # (1, -3, 10): the mean over seeds of each task that both have
     mean, half = findings.interval([1, -3, 10])
-    assert f"| every other layer | {mean:+.1f} ± {half:.1f} |" in every
+    assert f"| layers at equal distances | {mean:+.1f} ± {half:.1f} |" in every
     against = next(row for row in cell_tables.pairs_table(results).splitlines() if "last" in row)
     assert against.split("|")[2].strip().startswith("+6.00 ±")  # 8.5 on cola, 3.5 on rte
     assert "| all weights | 5e-05 | 55.0 | 50.0 | 70.0 |" in cell_tables.tasks_table(results).splitlines()
     halves = {row.split("|")[1].strip(): row.split("|")[2:4] for row in cell_tables.halves_table(results).splitlines()}
-    assert [half.split("±")[0].strip() for half in halves["every other layer"]] == ["+2.67", "-"]  # 1, -3 and 10
+    assert [half.split("±")[0].strip() for half in halves["layers at equal distances"]] == [
+        "+2.67",
+        "-",
+    ]  # 1, -3 and 10
     neighbours = layer_tables.neighbours(results).splitlines()[2]
     assert neighbours.startswith("| all runs, 9 | -1.2 (")  # 12, 5, -3 and 10 points for the five pairs of the last
+
+
+def test_the_best_of_three_choices_is_that_of_the_held_out_rows(tmp_path, monkeypatch):
+    for module in (cells, cell_tables):
+        monkeypatch.setattr(module, "RATE_TASKS", ("cola", "rte"))
+    monkeypatch.setattr(cells, "SHARED", ("spread",))
+    right = {  # of the held-out rows, and of those of validation, for each task
+        "full": {"cola": (0.9, 0.5), "rte": (0.9, 0.5)},
+        "layers-1.4.7.10.13.16": {"cola": (0.7, 0.40), "rte": (0.9, 0.52)},
+        "layers-1.3.5.7.9.11": {"cola": (0.8, 0.43), "rte": (0.8, 0.60)},
+        "layers-6.7.8.9.10.11": {"cola": (0.6, 0.50), "rte": (0.8, 0.70)},
+    }
+    for tuning, by_task in right.items():
+        for task, (held_out, validation) in by_task.items():
+            for rate in (1e-5, 2e-5, 5e-5, 1e-4, 2e-4):
+                measured = {"accuracy": held_out - abs(np.log(rate / 5e-5)), "loss": 0.0}
+                record = {"task": task, "seed": 0, "metric": "accuracy", "plain": [2.0, 2.5], "held_out": measured}
+                record |= {"tuning": tuning, "rate": rate, "validation": {"accuracy": validation}}
+                records.append(tmp_path / f"runs/{task}.jsonl", record)
+    for task in ("cola", "rte"):
+        ranking = {"seed": 0, "score": "snr", "order": list(range(18)), "scores": [0.0] * 18, "task": task}
+        records.append(tmp_path / "rankings.jsonl", ranking)
+    rows = [row for row in cell_tables.pairs_table(findings.Results(tmp_path)).splitlines() if "the best of" in row]
+    minus = {row.split(" - ")[1].split(" |")[0]: row.split("|")[2].split()[0] for row in rows}
+    assert minus == {"layers at equal distances": "+1.50", "all weights": "-2.50"}  # 3 and 0, -7 and 2
 
 
 def test_one_cell_is_one_command(place, tmp_path, monkeypatch):
