@@ -159,13 +159,13 @@ METHODS = {
 """What methods that do not choose among layers are called."""
 CHOICES = {
     "full": "all weights",
-    "attention": "the attention of all layers",
-    "alternate": "every other layer",
     "spread": "layers at equal distances",
+    "alternate": "every other layer",
     "random": "random layers",
     "middle": "middle layers",
     "fisher": "most Fisher information",
     "last": "last layers",
+    "attention": "the attention of all layers",
     "lora": "LoRA",
 }
 """What cells are called."""
