@@ -33,12 +33,17 @@ from peft_surgical.names import OWN_TENSORS
 from peft_surgical.ranking.ranking import as_ranking
 
 
+DEFAULT_LAYERS = "spread:40%"
+"""At equal distances: no other choice was surely better in this project's benchmarks (docs/results.md)."""
+
+
 @dataclass
 class SurgicalConfig(DeltaConfig):
     """Which layers are fine-tuned in full; all others are frozen.
 
-    Say it in one of three ways: `layers`, or `ranking` with `top_k`, or `target_modules` alone. Whatever is given is
-    resolved to plain layer numbers when the adapter is made, and stored so: loading needs no data and never ranks.
+    Say it by `layers`, or `ranking` with `top_k`, or `target_modules` alone; by default 40 % of the layers, at equal
+    distances. It becomes plain layer numbers when the adapter is made, and is stored so: loading needs no data and
+    never ranks.
 
     Args:
         layers: The layers, e.g. `[3, 5, -1]`, `"last:3"`, `"last:25%"`, `"4-9"`, `{"decoder": "last:2"}`; see
@@ -66,9 +71,9 @@ class SurgicalConfig(DeltaConfig):
         >>> from transformers import BertConfig, BertForSequenceClassification
         >>> config = BertConfig(num_hidden_layers=6, hidden_size=8, num_attention_heads=2, intermediate_size=8)
         >>> model = BertForSequenceClassification(config)
-        >>> model = get_peft_model(model, SurgicalConfig(task_type="SEQ_CLS", layers="last:2"))
+        >>> model = get_peft_model(model, SurgicalConfig(task_type="SEQ_CLS"))
         >>> model.peft_config["default"].layers
-        [4, 5]
+        [1, 4]
     """
 
     layers: Any = None
@@ -110,11 +115,6 @@ class SurgicalConfig(DeltaConfig):
 def resolve_surgical(config: SurgicalConfig, model: nn.Module) -> Resolution:
     """What a config means on a model. Its layers become plain numbers, with a record of the ranking behind them."""
     layers = _choose_layers(config, model)
-    if not layers and not config.target_modules:
-        raise ValueError(
-            "SurgicalConfig does not say what to tune. Give layers=[...] (or 'last:3', ...), or ranking=... with "
-            "top_k=..., or target_modules=[...]."
-        )
     expand_all_linear(config, model)
     in_place: set[str] = set()
     chosen: dict[str, list[str]] = {}
@@ -207,7 +207,9 @@ def _choose_layers(config: SurgicalConfig, model: nn.Module) -> list[Layer]:
         config.ranking_record = ranking.to_dict()
         config.ranking, config.top_k = None, None
     if config.layers is None:
-        return []
+        if config.target_modules:
+            return []
+        config.layers = DEFAULT_LAYERS
     layers = resolve_layers(model, config.layers)
     config.layers = plain_layers(layers, model)
     return layers

@@ -17,6 +17,7 @@ from transformers import TrainerCallback
 from transformers.trainer_pt_utils import get_parameter_names
 
 from peft_surgical.layers import find_stacks, unwrap
+from peft_surgical.methods.surgical import DEFAULT_LAYERS
 
 
 # as in transformers' Trainer
@@ -126,7 +127,7 @@ class BestAdapterCallback(TrainerCallback):
             set_peft_model_state_dict(peft_model, load_peft_weights(folder, device="cpu"), adapter_name=name)
 
 
-CHOICES = ("spread:40%", "alternate:40%", "middle:40%")
+CHOICES = (DEFAULT_LAYERS, "alternate:40%", "middle:40%")
 """The choices that did best in this project's benchmarks, none of which looks at the data; the best first."""
 
 

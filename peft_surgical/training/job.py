@@ -69,9 +69,7 @@ class TrainingJob:
     method: Annotated[str, Option(f"What to train. {_METHODS}.", choices=METHODS)] = "surgical"
     top_k: Annotated[
         int | None,
-        Option(
-            "How many layers to tune. Default: 5 of 12 for surgical, in proportion; a quarter for last.", positive=True
-        ),
+        Option("How many layers to tune. Default: 40 % of them for surgical, a quarter for last.", positive=True),
     ] = None
     layers: Annotated[
         str | tuple[int | str, ...] | None,

@@ -60,18 +60,17 @@ def default_top_k(depth: int) -> int:
 
 
 def configure_surgical(model: nn.Module, options: Options, ranking: LayerRanking | None, shared: Shared) -> PeftConfig:
-    """All weights of the layers that are named or rank highest (Lodha et al., 2023); else of layers at equal
-    distances, which lost least in this project's benchmarks."""
-    from peft_surgical.layers import choose_stack
+    """All weights of the layers that are named or rank highest (Lodha et al., 2023), else of layers at equal
+    distances."""
+    from peft_surgical.methods.surgical import DEFAULT_LAYERS
 
-    if options["layers"] is not None:
-        return _tune_layers(options, shared, layers=_in_stack(options, options["layers"]))
-    depth = len(choose_stack(model, options["stack"]) if ranking is None else ranking.scores)
-    top_k = options["top_k"] or default_top_k(depth)
-    if ranking is None:
-        chosen = "all" if options["rotate_every"] and not options["top_k"] else f"spread:{top_k}"
-        return _tune_layers(options, shared, layers=_in_stack(options, chosen))
-    return _tune_layers(options, shared, ranking=ranking, top_k=top_k)
+    layers, top_k = options["layers"], options["top_k"]
+    if ranking is not None:
+        return _tune_layers(options, shared, ranking=ranking, top_k=top_k or default_top_k(len(ranking.scores)))
+    if layers is None:
+        by_default = "all" if options["rotate_every"] else DEFAULT_LAYERS
+        layers = f"spread:{top_k}" if top_k else by_default
+    return _tune_layers(options, shared, layers=_in_stack(options, layers))
 
 
 def check_layers(options: Options, model: nn.Module | None) -> None:

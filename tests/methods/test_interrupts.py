@@ -36,7 +36,7 @@ LAYERS = {
 # at these the first adapter is in the model and not guarded: an error says so when it is made again
 UNGUARDED = (
     *("self._autocast =", "super()._cast_adapter_dtype"),
-    *("given, kept =", 'if "model_id"', "kept.remove", "with whole_or_not_at_all(model.base"),
+    *("given, kept =", "if fills :=", "kept.remove", "is_first =", "with whole_or_not_at_all(model.base"),
 )
 TRACED = ("/peft_surgical/",)
 

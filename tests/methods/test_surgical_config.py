@@ -30,7 +30,6 @@ def test_contradicting_options_are_refused_by_name(options, named):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({}, "does not say what to tune"),
         ({"layers": [9]}, "layers 0 to 3"),
         ({"layers": []}, "chooses no layer"),
         ({"layers": [1, 1]}, "more than once"),
@@ -46,6 +45,15 @@ def test_what_chooses_nothing_is_an_error_and_leaves_the_model_alone(options, me
         get_peft_model(model, SurgicalConfig(**options))
     assert [name for name, _ in model.named_modules()] == names
     assert [p.requires_grad for p in model.parameters()] == flags
+
+
+@pytest.mark.parametrize(("depth", "layers"), [(1, [0]), (4, [1, 3]), (12, [1, 3, 6, 8, 10])])
+def test_by_default_layers_at_equal_distances_are_tuned(depth, layers):
+    for options in ({}, {"extra_modules": ["bert.pooler"]}):
+        model = get_peft_model(build("bert", num_hidden_layers=depth), SurgicalConfig(**options))
+        assert model.peft_config["default"].layers == layers
+    with pytest.raises(ValueError, match="decoder.*encoder|encoder.*decoder"):
+        get_peft_model(build("bart"), SurgicalConfig())
 
 
 def test_layers_are_stored_as_plain_numbers(tmp_path):
