@@ -42,8 +42,8 @@ class SurgicalConfig(DeltaConfig):
     """Which layers are fine-tuned in full; all others are frozen.
 
     Say it by `layers`, or `ranking` with `top_k`, or `target_modules` alone; by default 40 % of the layers, at equal
-    distances. It becomes plain layer numbers when the adapter is made, and is stored so: loading needs no data and
-    never ranks.
+    distances. The choice becomes plain layer numbers when the adapter is made, and is stored so: loading needs no data
+    and never ranks.
 
     Args:
         layers: The layers, e.g. `[3, 5, -1]`, `"last:3"`, `"last:25%"`, `"4-9"`, `{"decoder": "last:2"}`; see
@@ -207,7 +207,7 @@ def _choose_layers(config: SurgicalConfig, model: nn.Module) -> list[Layer]:
         config.ranking_record = ranking.to_dict()
         config.ranking, config.top_k = None, None
     if config.layers is None:
-        if config.target_modules:
+        if config.target_modules is not None:
             return []
         config.layers = DEFAULT_LAYERS
     layers = resolve_layers(model, config.layers)
