@@ -207,8 +207,10 @@ def _choose_layers(config: SurgicalConfig, model: nn.Module) -> list[Layer]:
         config.ranking_record = ranking.to_dict()
         config.ranking, config.top_k = None, None
     if config.layers is None:
-        if config.target_modules is not None:
+        if config.target_modules:
             return []
+        if config.target_modules is not None:
+            raise ValueError(f"target_modules={config.target_modules!r} names no module. Name some, or leave it out.")
         config.layers = DEFAULT_LAYERS
     layers = resolve_layers(model, config.layers)
     config.layers = plain_layers(layers, model)

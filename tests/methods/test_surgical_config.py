@@ -30,7 +30,7 @@ def test_contradicting_options_are_refused_by_name(options, named):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"target_modules": []}, "No modules were targeted"),
+        ({"target_modules": []}, "names no module"),
         ({"layers": [9]}, "layers 0 to 3"),
         ({"layers": []}, "chooses no layer"),
         ({"layers": [1, 1]}, "more than once"),
