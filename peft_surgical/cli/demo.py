@@ -195,17 +195,15 @@ class Demo:
 
     def show_costs(self) -> None:
         """Show what each run took, and check the sizes of the files."""
-        from peft_surgical.training.card import share
-
         self.step("5. What it took")
         table = Table("task", "way", "tuned")
-        for name in ("accuracy", "parameters", "of all", "file", "seconds"):
-            table.add_column(name, justify="right")
+        for name in ("right", "trained", "file", "time"):
+            table.add_column(name, justify="right", no_wrap=True)
         for (task, way), results in self.results.items():
-            trained, total = results["parameters"]["trained"], results["parameters"]["total"]
+            trained = results["parameters"]["trained"]
             nbytes = sum(results["files"].values())
             accuracy, seconds = results["evaluation"]["accuracy"], results["seconds"]["train"]
-            cells = (f"{accuracy:.1%}", size(trained, ""), share(trained, total), size(nbytes), f"{seconds:.0f}")
+            cells = (f"{accuracy:.1%}", size(trained, ""), size(nbytes), f"{seconds:.0f} s")
             is_swapped = f"{task}{FOLDERS.get(way, '')}" in SWAPPED
             table.add_row(task, way, _tuned(results), *cells, style="bold" if is_swapped else None)
             extra = nbytes - 4 * trained  # the header, in which each tensor has its place and its checksum
@@ -214,7 +212,8 @@ class Demo:
                 self.checks[text] = 0 <= extra <= 32_000
         self.console.print(table)
         whole = demo_data.encoder_folder() / "model.safetensors"
-        self.say(f"The whole model would be {size(whole.stat().st_size)} per task.")
+        total = size(results["parameters"]["total"], "")
+        self.say(f"The whole model, {total} parameters, would be {size(whole.stat().st_size)} per task.")
 
     def load(self) -> None:
         """Load all adapters onto one encoder in memory."""
