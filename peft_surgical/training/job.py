@@ -54,7 +54,7 @@ class TrainingJob:
 
         >>> job = TrainingJob(model="m", data="d", output="o", method="last", top_k=3)
         >>> job.learning_rate_for("classification")
-        5e-05
+        0.0001
     """
 
     model: Annotated[str, Option("Base model: a folder, or a name on the hub.")]

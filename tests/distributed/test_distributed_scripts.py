@@ -120,17 +120,19 @@ def test_the_command_line_ranks_tunes_measures_and_saves_once(engine, method, pl
 @pytest.mark.parametrize("engine", ["ddp", *(pytest.param(engine, marks=slow) for engine in ("fsdp2", "zero3"))])
 def test_all_processes_keep_the_same_choice_of_layers(engine, train, places, tmp_path):
     skip_if_missing(engine)
-    given = train(tmp_path, "surgical", "--layers", "auto", "--metric", "loss")
+    base = str(save_base(tmp_path / "base", num_hidden_layers=6))  # in which three choices are three
+    given = train(tmp_path / "run", "surgical", "--layers", "auto", "--metric", "loss")
     for option in OPTIONS["surgical"]:
         given.remove(option)
+    given[given.index(places[0])] = base
     output = launch_well(engine, ["-m", "peft_surgical.cli", *given])
     assert output.count("Saved in") == 1
-    results = json.loads((tmp_path / "metrics.json").read_text())
+    results = json.loads((tmp_path / "run" / "metrics.json").read_text())
     values = {choice: found["value"] for choice, found in results["tried"]["choices"].items()}
     assert results["tried"]["kept"] == min(values, key=values.__getitem__)
     assert len({*values.values()}) == 3
     assert {found["steps"] for found in results["tried"]["choices"].values()} == {21}
-    measured = evaluate(tmp_path, model=places[0]).metrics
+    measured = evaluate(tmp_path / "run", model=base).metrics
     assert {name: results["evaluation"][name] for name in measured} == measured
 
 
