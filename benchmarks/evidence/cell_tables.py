@@ -12,7 +12,7 @@ import numpy as np
 
 from benchmarks.common.table_format import INTERVALS, MISSING, number, points, table
 from benchmarks.evidence import cells, few_rows, methods, records
-from benchmarks.evidence.findings import Difference, Results, held_out
+from benchmarks.evidence.findings import TRIED, Difference, Results, held_out
 from benchmarks.evidence.literature import LITERATURE
 from benchmarks.evidence.place import Place
 from benchmarks.evidence.plans import CHOOSE_ON, CONFIRM_ON, RATE_TASKS
@@ -20,6 +20,7 @@ from benchmarks.evidence.tasks import NOT_LEARNT, TASKS
 
 
 WITH_OTHERS = f"with {', '.join(NOT_LEARNT)}"
+"""The column of differences over all tasks."""
 PARTS = ("full", "lora-II", "lora-16", "lora-64", "columns-32", "turns-2-50-shuffled", "mlp", "attention", "norms")
 OTHERS = ("first", "lowest_fisher", "fisher_sampled", "lowest_fisher_sampled", "fisher_after_epoch")
 OTHERS += ("grad_norm", "rgn", "snr")
@@ -146,7 +147,6 @@ def _label(name: str) -> str:
     return (METHODS | CHOICES)[kind] + f" ({count})" * bool(count)
 
 
-BEST_OF = ("spread", "alternate", "middle")
 METHODS = {
     "best": "the best of these, every other and the middle layers by held-out rows",
     "columns-32": "32 columns of all linear maps",
@@ -220,7 +220,7 @@ class CellValues:
         if name == "lora":
             return "lora-16" if self.is_decoder else "lora-II"
         count = self._cells.place.depth // 3 if self.is_decoder else self._k
-        is_cell = ":" in name or name == "best" or methods.family(name) in methods.RATES
+        is_cell = ":" in name or name in TRIED or methods.family(name) in methods.RATES
         return name if is_cell else f"{name}:{count}"
 
     def cell(self, name: str) -> tuple[float, dict[tuple[str, int], tuple[float, list[list[float]]]]]:
@@ -238,8 +238,8 @@ class CellValues:
         """The rate of a cell, and for each task and seed its runs at that rate; several where layers are random."""
         if not self.runs:
             return math.nan, {}
-        if name == "best":
-            tried = [self.runs_of(self.cell_name(kind))[1] for kind in BEST_OF]
+        if name in TRIED:
+            tried = [self.runs_of(self.cell_name(kind))[1] for kind in TRIED[name]]
             shared = set.intersection(*map(set, tried))
             return math.nan, {key: [max((runs[key][0] for runs in tried), key=held_out)] for key in shared}
         kind, _, count = name.partition(":")

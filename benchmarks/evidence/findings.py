@@ -22,7 +22,11 @@ from benchmarks.evidence.jobs import RANDOM_DRAWS
 RESULTS = device.RESULTS / "evidence"
 EQUAL = 1e-9
 """Points that are no difference, but rounding of a sum."""
-TRIED = {"trial": ("alternate", "middle", "last"), "trial_random": ("random0", "random1", "random2")}
+TRIED = {
+    "trial": ("alternate", "middle", "last"),
+    "trial_random": ("random0", "random1", "random2"),
+    "best": ("spread", "alternate", "middle"),  # a cell, each at a rate of its own
+}
 """Plans that tune three choices of k layers in turn and keep the best by the held-out rows."""
 
 

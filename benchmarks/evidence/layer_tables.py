@@ -86,23 +86,22 @@ def layer_effects(results: Results) -> str:
 def neighbours(results: Results) -> str:
     """What each pair of neighbours among k layers adds to the metric, in the same model, with 95 % over tasks."""
     frame, layers = _runs_of_k_layers(results), list(range(results.depth))
-    tasks = _tasks_of(frame)
-    rows, noisy = [], []
+    parts, rows = {"all tasks": _tasks_of(frame)}, []
     if results.runs:
-        noisy = [results.without_noisiest([f"random{draw}:{results.k}" for draw in range(RANDOM_DRAWS)])[0]]
+        noisiest, rest = results.without_noisiest([f"random{draw}:{results.k}" for draw in range(RANDOM_DRAWS)])
+        parts[f"without {noisiest}"] = rest
     for name, part, columns in (
         ("all runs", frame, ["pairs"]),
         ("all runs, beside the effects of the layers", frame, ["pairs", *layers]),
         ("random draws alone", frame[frame["random"]], ["pairs"]),
     ):
         cells = []
-        for chosen in (tasks, *[[task for task in tasks if task not in noisy]] * bool(noisy)):
+        for chosen in parts.values():
             effects, drawn = _effects(part, chosen, columns)
             low, high = np.quantile(drawn[:, 0], (0.025, 0.975))
             cells.append(f"{effects[0]:+.1f} ({low:+.1f} to {high:+.1f})")
         rows.append([f"{name}, {len(part)}", *cells])
-    header = ["points for each pair of neighbours", "all tasks", *(f"without {task}" for task in noisy)]
-    return table(header, rows)
+    return table(["points for each pair of neighbours", *parts], rows)
 
 
 def _runs_of_k_layers(results: Results) -> pd.DataFrame:

@@ -18,6 +18,8 @@ ENCODED = ("bf16", "int8", "int4", "sign, distilled")
 def costs(results: Results) -> str:
     """What each method costs; its part of full tuning is that of one run on one idle device."""
     measured, rows = measured_costs(results), []
+    if not measured:
+        return ""
     for tuning, m in measured.items():
         memory = f"{m['peak_bytes'] / 2**30:.2f}" if m["peak_bytes"] else MISSING
         rows.append(

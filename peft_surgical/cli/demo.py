@@ -212,8 +212,8 @@ class Demo:
                 self.checks[text] = 0 <= extra <= 32_000
         self.console.print(table)
         whole = demo_data.encoder_folder() / "model.safetensors"
-        total = size(results["parameters"]["total"], "")
-        self.say(f"The whole model, {total} parameters, would be {size(whole.stat().st_size)} per task.")
+        total = next(iter(self.results.values()))["parameters"]["total"]
+        self.say(f"The whole model, {size(total, '')} parameters, would be {size(whole.stat().st_size)} per task.")
 
     def load(self) -> None:
         """Load all adapters onto one encoder in memory."""
