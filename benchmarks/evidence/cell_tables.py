@@ -117,7 +117,9 @@ def pairs_table(results: Results) -> str:
     lora = measured.cell_name("lora")
     kinds = ("alternate", "middle", "fisher", "last", "random")
     pairs = [(f"spread:{k}", f"{other}:{k}") for k in measured.counts for other in kinds]
+    pairs += [(f"fisher:{k}", f"random:{k}") for k in measured.counts] + [("fisher", "fisher_after_epoch")]
     pairs += [("spread", lora), ("best", "spread"), ("best", "full")]
+    pairs += [("spread:7@2e-05", "full"), *(("spread:7@5e-05", other) for other in ("full", lora, "spread:7@2e-05"))]
     pairs += [("attention", other) for other in ("full", lora, "spread", "fisher")]
     pairs += [(name, other) for name in ("columns-32", "turns-2-50-shuffled") for other in ("lora-16", "full")]
     pairs += [(name, "alternate") for name in methods.HALVED]
@@ -144,11 +146,12 @@ def halves_table(results: Results) -> str:
 
 def _label(name: str) -> str:
     kind, _, count = name.partition(":")
-    return (METHODS | CHOICES)[kind] + f" ({count})" * bool(count)
+    return (METHODS | CHOICES)[kind] + f" ({count.replace('@', ' at ')})" * bool(count)
 
 
 METHODS = {
     "best": "the best of these, every other and the middle layers by held-out rows",
+    "fisher_after_epoch": "most Fisher information after an epoch",
     "columns-32": "32 columns of all linear maps",
     "turns-2-50-shuffled": "all layers in turns of two",
     "lora-16": "LoRA",
@@ -235,15 +238,20 @@ class CellValues:
         return self._known[name]
 
     def runs_of(self, name: str) -> tuple[float, dict[tuple[str, int], list[dict]]]:
-        """The rate of a cell, and for each task and seed its runs at that rate; several where layers are random."""
+        """The rate of a cell, and for each task and seed its runs at that rate; several where layers are random.
+
+        `spread:7@2e-05` is at that rate, whatever held-out rows say.
+        """
         if not self.runs:
             return math.nan, {}
         if name in TRIED:
             tried = [self.runs_of(self.cell_name(kind))[1] for kind in TRIED[name]]
             shared = set.intersection(*map(set, tried))
             return math.nan, {key: [max((runs[key][0] for runs in tried), key=held_out)] for key in shared}
+        name, _, rate = name.partition("@")
         kind, _, count = name.partition(":")
-        return runs_of_cell(self._cells, name, f"alternate:{count}" if kind in methods.HALVED else name)
+        judged_by = f"alternate:{count}" if kind in methods.HALVED else name
+        return runs_of_cell(self._cells, name, judged_by, float(rate) if rate else None)
 
     @property
     def learnt(self) -> list[str]:
@@ -269,13 +277,13 @@ class CellValues:
 
 
 def runs_of_cell(
-    found: cells.Cells, name: str, judged_by: str
+    found: cells.Cells, name: str, judged_by: str, rate: float | None = None
 ) -> tuple[float, dict[tuple[str, int], list[dict[str, Any]]]]:
-    """The rate of a cell, chosen with another one, and for each task and seed its runs."""
+    """The rate of a cell, chosen with another one if it is not given, and for each task and seed its runs."""
     tasks = list(found.every_task)
     orders = found.orders()
     done = {task: found.place.runs(task) for task in tasks}
-    rate, untried = found.chosen_rate(judged_by, done, orders)
+    rate, untried = (rate, []) if rate else found.chosen_rate(judged_by, done, orders)
     measured: dict[tuple[str, int], list[dict[str, Any]]] = {}
     if untried:
         return math.nan, measured

@@ -220,7 +220,7 @@ METHODS: dict[str, Method] = {
         frozenset({"top_k", "layers", "target_modules", "stack", "dequantize", *OF_TURNS, *ROUNDED})
         | {"ranking", "score", *OF_A_RANKING},
         check=check_tuned_layers,
-        language_rate=2e-5,
+        language_rate=5e-5,
     ),
     "last": Method(
         configure_last,
@@ -228,7 +228,7 @@ METHODS: dict[str, Method] = {
         1e-4,
         frozenset({"top_k", "target_modules", "stack", "dequantize", *ROUNDED}),
         check=check_tuned_layers,
-        language_rate=2e-5,
+        language_rate=5e-5,
     ),
     "full": Method(lambda *given: None, "all weights", 5e-5, frozenset(ROUNDED), language_rate=1e-5),
     "head": Method(configure_head, "the task's head alone", 3e-4),

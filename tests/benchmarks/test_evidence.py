@@ -681,6 +681,18 @@ def test_a_choice_of_layers_is_paired_with_another_by_task_and_seed(tmp_path, mo
     assert neighbours.startswith("| all runs, 9 | -1.2 (")  # 12, 5, -3 and 10 points for the five pairs of the last
 
 
+def test_a_cell_at_a_given_rate_does_not_ask_held_out_rows(tmp_path):
+    for tuning, points_at in (("full", {1e-5: 0.5}), ("layers-1.4", {2e-5: 0.4, 5e-5: 0.7})):
+        for rate, value in points_at.items():
+            record = {"task": "cola", "seed": 0, "metric": "accuracy", "tuning": tuning, "rate": rate}
+            records.append(tmp_path / "runs/cola.jsonl", record | {"validation": {"accuracy": value}})
+    ranking = {"task": "cola", "seed": 0, "score": "snr", "order": list(range(6)), "scores": [0.0] * 6}
+    records.append(tmp_path / "rankings.jsonl", ranking)
+    measured = cell_tables.CellValues(findings.Results(tmp_path))
+    for rate, ahead in (("5e-05", 20.0), ("2e-05", -10.0)):
+        assert measured.difference(f"spread:2@{rate}", "full@1e-05").mean == pytest.approx(ahead)
+
+
 def test_the_best_of_three_choices_is_that_of_the_held_out_rows(tmp_path, monkeypatch):
     for module in (cells, cell_tables):
         monkeypatch.setattr(module, "RATE_TASKS", ("cola", "rte"))

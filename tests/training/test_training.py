@@ -64,7 +64,8 @@ RANKED = {"method": "surgical", "score": "fisher", "samples": 20}
     [
         ("full", "classification", None, 5e-5),
         ("surgical", "classification", None, 1e-4),
-        ("surgical", "causal-lm", None, 2e-5),
+        ("surgical", "causal-lm", None, 5e-5),
+        ("last", "causal-lm", None, 5e-5),
         ("full", "causal-lm", None, 1e-5),
         ("full", "causal-lm", 3e-5, 3e-5),
         ("lora", "causal-lm", None, 3e-4),
