@@ -235,7 +235,7 @@ class LossObjective:
         set_seed(self.seed + sample)
         try:
             loss = self.loss(batch)
-        except (TypeError, ValueError, RuntimeError, LookupError, AttributeError, NotImplementedError) as error:
+        except (TypeError, ValueError, RuntimeError, LookupError, AttributeError) as error:
             raise ValueError(
                 f"The loss of sample {sample} of the draw by itself cannot be computed, of the columns "
                 f"{sorted(map(str, batch.inputs))}: {type(error).__name__}: {error}"
