@@ -249,9 +249,9 @@ class CellValues:
             shared = set.intersection(*map(set, tried))
             return math.nan, {key: [max((runs[key][0] for runs in tried), key=held_out)] for key in shared}
         name, _, rate = name.partition("@")
+        found = cells.Cells(self._cells.place, [], self.tasks, self._cells.seeds, float(rate)) if rate else self._cells
         kind, _, count = name.partition(":")
-        judged_by = f"alternate:{count}" if kind in methods.HALVED else name
-        return runs_of_cell(self._cells, name, judged_by, float(rate) if rate else None)
+        return runs_of_cell(found, name, f"alternate:{count}" if kind in methods.HALVED else name)
 
     @property
     def learnt(self) -> list[str]:
@@ -277,13 +277,13 @@ class CellValues:
 
 
 def runs_of_cell(
-    found: cells.Cells, name: str, judged_by: str, rate: float | None = None
+    found: cells.Cells, name: str, judged_by: str
 ) -> tuple[float, dict[tuple[str, int], list[dict[str, Any]]]]:
-    """The rate of a cell, chosen with another one if it is not given, and for each task and seed its runs."""
+    """The rate of a cell, chosen with another one, and for each task and seed its runs."""
     tasks = list(found.every_task)
     orders = found.orders()
     done = {task: found.place.runs(task) for task in tasks}
-    rate, untried = (rate, []) if rate else found.chosen_rate(judged_by, done, orders)
+    rate, untried = found.chosen_rate(judged_by, done, orders)
     measured: dict[tuple[str, int], list[dict[str, Any]]] = {}
     if untried:
         return math.nan, measured

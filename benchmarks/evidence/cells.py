@@ -154,12 +154,12 @@ class Cells:
         seed, *_ = self.seeds
         orders = self.orders()
         done = {task: self.place.runs(task) for task in self.every_task}
-        rate_of_full, untried = (self.rate, []) if self.rate else self.chosen_rate("full", done, orders)
+        rate_of_full, untried = self.chosen_rate("full", done, orders)
         ranking = self.missing_rankings(busy, math.nan if untried else rate_of_full)
         urgent: list[Run] = []
         later: dict[tuple[int, int], list[Run]] = {}
         for cell in self.names:
-            rate, untried = (self.rate, []) if self.rate else self.chosen_rate(cell, done, orders)
+            rate, untried = self.chosen_rate(cell, done, orders)
             for other in untried:
                 urgent += self._runs(self._judged_by(cell), self.rate_tasks, other, orders, seed)
             if untried or math.isnan(rate):
@@ -189,6 +189,8 @@ class Cells:
 
     def chosen_rate(self, cell: str, done: Mapping[str, Mapping], orders: Any) -> tuple[float, list[float]]:
         """The rate of a cell, and those still to be tried; see `search`."""
+        if self.rate:
+            return self.rate, []
         plans, seed = self._judged_by(cell), self.seeds[0]
         try:
             tunings = [(task, methods.resolve(plan, orders[task, seed])) for task in self.rate_tasks for plan in plans]
