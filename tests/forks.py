@@ -26,6 +26,10 @@ import torch
 from accelerate.state import AcceleratorState, GradientState, PartialState
 
 
+HANGS = 600
+"""Seconds that no work of a test takes, on a busy machine either: after them it hangs."""
+
+
 @dataclass(frozen=True)
 class Finished:
     """How a process ended: its exit code (of a signal, the negative), and all that it and its children wrote."""
@@ -35,7 +39,7 @@ class Finished:
 
 
 def run_forked(
-    function: Callable[..., Any], *arguments: Any, env: Mapping[str, str] | None = None, timeout: int = 120
+    function: Callable[..., Any], *arguments: Any, env: Mapping[str, str] | None = None, timeout: int = HANGS
 ) -> Finished:
     """Call a function in a fork of this process.
 

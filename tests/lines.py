@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import linecache
 import random
 import signal
@@ -25,10 +26,11 @@ def on_each_line(run: Callable[[], object], reached: Callable[[Line], None], fil
         files: Parts of the names of files; lines of others do not count.
     """
     begun: set[tuple[FrameType, int]] = set()
+    counts = functools.cache(lambda name: any(part in name for part in files))
 
     def trace(frame: FrameType, event: str, _: object) -> Callable | None:
         name, number = frame.f_code.co_filename, frame.f_lineno
-        if not any(part in name for part in files):
+        if not counts(name):
             return None
         start = linecache.getline(name, number).lstrip()
         # no interrupt can come at `try:`, nor where the line of a `with` is reached again at its end

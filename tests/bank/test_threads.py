@@ -440,7 +440,7 @@ def in_child(work) -> int:
             sys.stderr.flush()
         finally:
             os._exit(code)
-    deadline = time.monotonic() + 40
+    deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
         ended, status = os.waitpid(child, os.WNOHANG)
         if ended:

@@ -187,7 +187,7 @@ def died(train, tmp_path_factory) -> Callable[..., tuple[Path, str]]:
     def run(engine: str, when: str) -> tuple[Path, str]:
         def start(folder: Path) -> str:
             arguments = train(folder / "out", "surgical", "--keep-checkpoints")
-            ended = launch(engine, [str(HERE / "dying.py"), when, *arguments], timeout=120)
+            ended = launch(engine, [str(HERE / "dying.py"), when, *arguments])
             assert ended.code != 0
             return ended.output
 

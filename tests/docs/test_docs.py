@@ -188,6 +188,13 @@ def test_links_between_pages_lead_somewhere(page):
             assert (page.parent / target).exists(), f"{page_id(page)} links to {link}"
 
 
+def test_files_that_pages_name_are_there():
+    folders = [ROOT / folder for folder in (".", "docs", "benchmarks", "peft_surgical", "tests")]
+    for page in (*PAGES, ROOT / "benchmarks/README.md", ROOT / "tests/README.md"):
+        for name in re.findall(r"`((?:[\w.-]+/)+[\w-]+\.(?:py|md|yaml|ipynb))`", page.read_text()):
+            assert any((folder / name).exists() for folder in folders), f"{page_id(page)} names {name}"
+
+
 def test_every_id_of_a_test_is_explained():
     files = "".join(file.read_text() for file in (ROOT / "tests").rglob("*.py"))
     used = set(re.findall(r"def test_([A-Z]\d+)_", files))

@@ -45,7 +45,7 @@ def test_there_are_three():
 @pytest.mark.usefixtures("demo_packages")
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
 def test_the_cells_run_in_order_without_a_warning(notebook, tmp_path):
-    finished = run_forked(run_cells, notebook, tmp_path, timeout=300)
+    finished = run_forked(run_cells, notebook, tmp_path)
     assert finished.code == 0, finished.output
     assert "Warning" not in finished.output
 

@@ -524,7 +524,7 @@ for folder in sys.argv[2:]:
         assert torch.equal(model(**batch("bert")).logits, torch.load(folder + "/logits.pt")), folder
 """
     arguments = [str(Path(__file__).parents[1]), *(str(tmp_path / method) for method in METHODS)]
-    subprocess.run([sys.executable, "-W", "ignore", "-c", code, *arguments], check=True, timeout=120)
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code, *arguments], check=True)
 
 
 def test_nothing_is_said_where_nothing_is_wrong(tmp_path):
