@@ -79,7 +79,7 @@ def _freeze(modules: Sequence[nn.Module], parameters: Sequence[Place]) -> None:
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """A context that Ctrl-C ends only after its end."""
+    """A context that Ctrl-C ends only after its end, however it ends."""
     alone = threading.current_thread() is threading.main_thread()  # only the main thread is interrupted
     if not alone or signal.getsignal(signal.SIGINT) is None:
         yield
@@ -95,8 +95,8 @@ def uninterrupted() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, handler)
-    if pressed:
-        signal.raise_signal(signal.SIGINT)
+        if pressed:
+            signal.raise_signal(signal.SIGINT)
 
 
 def _remove_hooks(modules: Sequence[nn.Module]) -> None:

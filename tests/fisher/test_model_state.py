@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import signal
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from torch import nn
 
 from peft_surgical import StratifiedConfig, SurgicalConfig, rank_layers
 from peft_surgical.fisher import rules as fisher_rules
-from peft_surgical.fisher.model_state import untouched
+from peft_surgical.fisher.model_state import uninterrupted, untouched
 
 
 DATA = [
@@ -261,3 +262,19 @@ def test_small_buffers_that_a_forward_pass_writes_to_are_put_back():
         assert not torch.equal(model[1].running_mean, torch.zeros(2))
         model[1].running_mean = torch.ones(2)
     assert_same(before, state(model))
+
+
+@pytest.mark.parametrize("ends", ["well", "with an error"])
+def test_ctrl_c_meanwhile_is_heard_afterwards(ends):
+    done = []
+
+    @uninterrupted()
+    def work():
+        signal.raise_signal(signal.SIGINT)
+        done.append("the rest")
+        if ends == "with an error":
+            raise ValueError("no such adapter")
+
+    with pytest.raises(KeyboardInterrupt):
+        work()
+    assert done == ["the rest"]
