@@ -57,7 +57,6 @@ def cells_table(results: Results, few: int = 0) -> str:
         against = measured.difference(name, "full")
         every = measured.difference(name, "full", measured.tasks)
         means = [np.mean([of_cell[t, s][0] for t, s in of_cell if t == task]) for task in tasks]
-        cost = [after - before for _, forgot in of_cell.values() for before, after in forgot]
         rows.append(
             [
                 *(name.split(":") + [""])[:2],
@@ -67,12 +66,18 @@ def cells_table(results: Results, few: int = 0) -> str:
                 str(against),
                 f"{against.better}:{against.worse}",
                 *([str(every)] if has_others else []),
-                *([number(float(np.mean(cost)), 3, sign=True)] if measured.is_decoder else []),
+                *([number(_forgotten(of_cell, tasks), 3, sign=True)] if measured.is_decoder else []),
             ]
         )
     header = ["layers", "k", "rate", "tasks", "mean of these", f"minus full {INTERVALS}"]
     header += ["better:worse", *[WITH_OTHERS] * has_others]
     return table([*header, *(["loss on plain text"] if measured.is_decoder else [])], rows)
+
+
+def _forgotten(of_cell: dict[tuple[str, int], tuple[float, list[list[float]]]], tasks: Sequence[str]) -> float:
+    """How much higher the loss on plain text is after tuning, the mean over tasks."""
+    by_task = [[np.diff(plain).mean() for (t, _), (_, plain) in of_cell.items() if t == task] for task in tasks]
+    return float(np.mean([np.mean(costs) for costs in by_task]))
 
 
 def few_rows_table(results: Results) -> str:
@@ -118,10 +123,10 @@ def pairs_table(results: Results) -> str:
     kinds = ("alternate", "middle", "fisher", "last", "random")
     pairs = [(f"spread:{k}", f"{other}:{k}") for k in measured.counts for other in kinds]
     pairs += [(f"fisher:{k}", f"random:{k}") for k in measured.counts] + [("fisher", "fisher_after_epoch")]
-    pairs += [("spread", lora), ("best", "spread"), ("best", "full")]
+    pairs += [("spread", lora), ("best", "spread"), ("best", "full"), ("best", "best_seed")]
     pairs += [("spread:7@2e-05", "full"), *(("spread:7@5e-05", other) for other in ("full", lora, "spread:7@2e-05"))]
     pairs += [("attention", other) for other in ("full", lora, "spread", "fisher")]
-    pairs += [(name, other) for name in ("columns-32", "turns-2-50-shuffled") for other in ("lora-16", "full")]
+    pairs += [(name, other) for name in ("columns-32", "turns-2-50-shuffled") for other in (lora, "full")]
     pairs += [(name, "alternate") for name in methods.HALVED]
     for name, other in pairs:
         found, every = (
@@ -151,6 +156,7 @@ def _label(name: str) -> str:
 
 METHODS = {
     "best": "the best of these, every other and the middle layers by held-out rows",
+    "best_seed": "the best seed of all weights by held-out rows",
     "fisher_after_epoch": "most Fisher information after an epoch",
     "columns-32": "32 columns of all linear maps",
     "turns-2-50-shuffled": "all layers in turns of two",
@@ -223,7 +229,7 @@ class CellValues:
         if name == "lora":
             return "lora-16" if self.is_decoder else "lora-II"
         count = self._cells.place.depth // 3 if self.is_decoder else self._k
-        is_cell = ":" in name or name in TRIED or methods.family(name) in methods.RATES
+        is_cell = ":" in name or name in (*TRIED, "best_seed") or methods.family(name) in methods.RATES
         return name if is_cell else f"{name}:{count}"
 
     def cell(self, name: str) -> tuple[float, dict[tuple[str, int], tuple[float, list[list[float]]]]]:
@@ -248,6 +254,10 @@ class CellValues:
             tried = [self.runs_of(self.cell_name(kind))[1] for kind in TRIED[name]]
             shared = set.intersection(*map(set, tried))
             return math.nan, {key: [max((runs[key][0] for runs in tried), key=held_out)] for key in shared}
+        if name == "best_seed":
+            rate, runs = self.runs_of("full")
+            best = {task: max((runs[t, s][0] for t, s in runs if t == task), key=held_out) for task, _ in runs}
+            return rate, {(task, seed): [best[task]] for task, seed in runs}
         name, _, rate = name.partition("@")
         found = cells.Cells(self._cells.place, [], self.tasks, self._cells.seeds, float(rate)) if rate else self._cells
         kind, _, count = name.partition(":")

@@ -180,7 +180,8 @@ def _config(model: nn.Module, tuning: str, heads: list[str]):
         targets = attention_names(model, resolve_layers(model, "all"), match[1])
         return LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=targets, modules_to_save=heads)
     if match := re.fullmatch(r"lora-(\d+)", tuning):
-        return LoraConfig(r=int(match[1]), lora_alpha=2 * int(match[1]), target_modules="all-linear")
+        rank = int(match[1])
+        return LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", modules_to_save=heads)
     if match := re.fullmatch(r"columns-(\d+)", tuning):
         strata = [{"layers": "all", "tune": "columns", "columns": int(match[1])}]
         return StratifiedConfig(strata=strata, modules_to_save=heads)
