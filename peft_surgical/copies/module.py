@@ -179,7 +179,7 @@ class TunedModule(HostedBase, BaseTunerLayer):
         copies = {name: [entry[name] for entry in entries if name in entry] for name in self.names_of(adapters)}
         if torch.compiler.is_compiling() or any(isinstance(entry, ColumnTensors) for entry in entries):
             return self._combine(copies)  # nothing can be kept of columns
-        return self._kept.get(entries, copies, self._combine)
+        return self._kept.get(copies, [self._originals.get(n, self.base_tensor(n)) for n in copies], self._combine)
 
     def copied_names(self) -> list[str]:
         return self.names_of(a for a in self.tuned if not isinstance(self.tuned[a], ColumnTensors))

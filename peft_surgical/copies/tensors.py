@@ -3,19 +3,16 @@ inference."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from typing_extensions import Self
 
 from peft_surgical.copies import host
 from peft_surgical.names import as_attribute
-
-
-_numbers = itertools.count()
 
 
 class RestingValues(dict[nn.Parameter, torch.Tensor]):
@@ -42,7 +39,6 @@ class TunedTensors(nn.Module):
     def __init__(self, tensors: Mapping[str, torch.Tensor]):
         nn.Module.__init__(self)
         self.names = tuple(tensors)
-        self.number = next(_numbers)  # that no two entries share
         self.resting = RestingValues()
         for name, tensor in tensors.items():
             if isinstance(tensor, nn.Parameter):
@@ -101,21 +97,24 @@ class KeptTensors:
     to `.data`, which no version tells. Nor of those made in inference mode, which have no versions.
     """
 
+    _kept: tuple[object, dict[str, torch.Tensor]]  # one tuple, so that threads see both halves of one answer
+
     def __init__(self) -> None:
-        # one tuple, so that threads see both halves of one answer
-        self._kept: tuple[object, dict[str, torch.Tensor]] = (None, {})
+        self.clear()
 
     def get(
         self,
-        entries: Sequence[TunedTensors],
         copies: Mapping[str, Sequence[torch.Tensor]],
+        of_base: Sequence[torch.Tensor],
         compute: Callable[[Mapping[str, Sequence[torch.Tensor]]], dict[str, torch.Tensor]],
     ) -> dict[str, torch.Tensor]:
-        """What `compute` gives for these copies, which are the entries'; computed again if they have changed."""
+        """What `compute` gives for these copies and the base's tensors of the same names; computed again if any of
+        them has changed."""
         tensors = [tensor for of_name in copies.values() for tensor in of_name]
         if any(tensor.requires_grad or tensor.is_inference() for tensor in tensors):
             return compute(copies)
-        made_of = (*(entry.number for entry in entries), *((t._version, t.data_ptr()) for t in tensors))
+        read = tensors if len(tensors) == len(copies) else [*tensors, *of_base]  # a sum starts from the base
+        made_of = [*copies, *(t.dtype for t in of_base), *map(_state, read)]
         kept = self._kept
         if kept[0] != made_of:
             with torch.inference_mode(False), torch.no_grad():
@@ -125,3 +124,11 @@ class KeptTensors:
     def clear(self) -> None:
         """Let go of what is kept."""
         self._kept = (None, {})
+
+    def __reduce__(self) -> tuple:  # a copy of the model makes its own
+        return KeptTensors, ()
+
+
+def _state(tensor: torch.Tensor) -> tuple[int, int, StorageWeakRef]:
+    """What differs once a tensor has other values. An address alone is soon given to the next tensor."""
+    return tensor._version, tensor.data_ptr(), StorageWeakRef(tensor.untyped_storage())

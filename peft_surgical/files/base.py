@@ -35,16 +35,17 @@ def base_tensors(model: nn.Module, path: str = "") -> dict[str, torch.Tensor]:
     """The base's own tensors by name, whatever adapters are around it or merged into it; tied ones by all names."""
     if isinstance(model, AuxiliaryTrainingWrapper):
         return base_tensors(model.original_module, path)
+    tuned: Any = model
     if isinstance(model, BaseTunerLayer):
-        return base_tensors(model.get_base_layer(), path)
-    found: dict[str, torch.Tensor] = {}
-    for name in own_tensor_names(model):
-        tensor = getattr(model, name)
-        found[f"{path}{name}"] = getattr(tensor, "_original", tensor)  # while an adapter is merged
-    for name, child in model._modules.items():
-        if child is not None and name != OWN_TENSORS:
-            found.update(base_tensors(child, path if name == "_orig_mod" else f"{path}{name}."))
-    return found
+        found = base_tensors(model.get_base_layer(), path)
+    else:
+        tuned = model._modules.get(OWN_TENSORS)
+        found = {f"{path}{name}": getattr(model, name) for name in own_tensor_names(model)}
+        for name, child in model._modules.items():
+            if child is not None and name != OWN_TENSORS:
+                found.update(base_tensors(child, path if name == "_orig_mod" else f"{path}{name}."))
+    merged: Mapping[str, torch.Tensor] = getattr(tuned, "_originals", {})  # what they have put themselves in place of
+    return found | {f"{path}{name}": tensor for name, tensor in merged.items()}
 
 
 def describe_base(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from copy import deepcopy
 
 import pytest
 import torch
@@ -264,3 +265,17 @@ def test_what_is_encoded_needs_the_rows_that_it_was_encoded_against(encoding, tm
         DeltaBank(base(2)).add("task", tmp_path / "delta")
     with pytest.raises(ValueError, match=message):
         merge_checkpoint(tmp_path / "2", tmp_path / "delta", tmp_path / "merged")
+
+
+@pytest.mark.parametrize("copied", [False, True])
+def test_an_adapter_that_is_added_while_another_one_is_merged_knows_its_base(copied, tmp_path):
+    base = build("gpt2")
+    config = SurgicalConfig(task_type="CAUSAL_LM", layers=[1], extra_modules=["transformer.wte"])
+    model = get_peft_model(deepcopy(base), config)
+    with torch.no_grad():
+        model.get_input_embeddings().surgical_params["default"].weight.mul_(1.01)
+    model.merge_adapter()
+    model = deepcopy(model) if copied else model
+    model.add_adapter("new", SurgicalConfig(task_type="CAUSAL_LM", layers=[2]))
+    model.save_pretrained(tmp_path, selected_adapters=["new"])
+    PeftModel.from_pretrained(base, tmp_path / "new")

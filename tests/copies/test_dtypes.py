@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
+
 import pytest
 import torch
 from peft import PeftModel, get_peft_model
@@ -95,3 +97,68 @@ def test_a_cast_that_was_kept_before_a_training_is_not_used_after_it():
     after = logits()
     assert not torch.equal(after, before)
     assert torch.equal(after, model.merge_and_unload()(**batch("bert", labels=False)).logits)
+
+
+def copies_of(model):
+    return {name: p for name, p in model.named_parameters() if ".surgical_params." in name}
+
+
+def load_others(model, folder):
+    for seed in (1, 2):  # the second one takes the memory that the first one gives back
+        model.load_adapter(folder / str(seed), adapter_name="default", low_cpu_mem_usage=True)
+
+
+def make_the_base_float32(model, folder):
+    model.float()
+
+
+def write_to_the_base_of_a_sum(model, folder):
+    model.load_adapter(folder / "1", adapter_name="other")
+    model.base_model.set_adapter(["default", "other"], inference_mode=True)
+    model(**batch("bert"))
+    for name, parameter in model.named_parameters():
+        if ".base_layer." in name:
+            parameter.mul_(0.5)
+
+
+def write_to_the_copies(model, folder):
+    for parameter in copies_of(model).values():
+        parameter.mul_(0.5)
+
+
+@pytest.mark.parametrize(
+    "change", [load_others, make_the_base_float32, write_to_the_base_of_a_sum, write_to_the_copies]
+)
+@torch.no_grad()
+def test_a_kept_cast_is_that_of_what_is_there(change, tmp_path):
+    for seed in range(3):
+        torch.manual_seed(seed)
+        adapted = get_peft_model(build("bert").to(BF16), SurgicalConfig(layers=[1]))
+        for parameter in copies_of(adapted).values():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+        adapted.save_pretrained(tmp_path / str(seed))
+    model = PeftModel.from_pretrained(build("bert").to(BF16), tmp_path / "0").eval()
+    model.load_adapter(tmp_path / "0", adapter_name="default", low_cpu_mem_usage=True)
+    model(**batch("bert"))
+    change(model, tmp_path)
+    fresh = deepcopy(model)  # has kept nothing
+    assert torch.equal(model(**batch("bert")).logits, fresh(**batch("bert")).logits)
+    model, fresh = model.merge_and_unload(), fresh.merge_and_unload()
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), fresh.parameters(), strict=True))
+
+
+@torch.no_grad()
+def test_a_kept_cast_is_not_that_of_tensors_put_in_for_a_call(tmp_path):
+    get_peft_model(build("bert").to(BF16), SurgicalConfig(layers=[1])).save_pretrained(tmp_path)
+    model = PeftModel.from_pretrained(build("bert").to(BF16), tmp_path).eval()
+
+    def with_a_share_of_the_copies(share):
+        put_in = {name: share * p for name, p in copies_of(model).items()}
+        return torch.func.functional_call(model, put_in, (), batch("bert")).logits
+
+    shares = (1.0, 0.5, 0.25)
+    for share, found in zip(shares, [with_a_share_of_the_copies(share) for share in shares], strict=True):
+        other = deepcopy(model)
+        for parameter in copies_of(other).values():
+            parameter.mul_(share)
+        assert torch.equal(found, other(**batch("bert")).logits)
