@@ -145,20 +145,3 @@ def test_a_kept_cast_is_that_of_what_is_there(change, tmp_path):
     assert torch.equal(model(**batch("bert")).logits, fresh(**batch("bert")).logits)
     model, fresh = model.merge_and_unload(), fresh.merge_and_unload()
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), fresh.parameters(), strict=True))
-
-
-@torch.no_grad()
-def test_a_kept_cast_is_not_that_of_tensors_put_in_for_a_call(tmp_path):
-    get_peft_model(build("bert").to(BF16), SurgicalConfig(layers=[1])).save_pretrained(tmp_path)
-    model = PeftModel.from_pretrained(build("bert").to(BF16), tmp_path).eval()
-
-    def with_a_share_of_the_copies(share):
-        put_in = {name: share * p for name, p in copies_of(model).items()}
-        return torch.func.functional_call(model, put_in, (), batch("bert")).logits
-
-    shares = (1.0, 0.5, 0.25)
-    for share, found in zip(shares, [with_a_share_of_the_copies(share) for share in shares], strict=True):
-        other = deepcopy(model)
-        for parameter in copies_of(other).values():
-            parameter.mul_(share)
-        assert torch.equal(found, other(**batch("bert")).logits)
