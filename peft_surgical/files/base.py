@@ -44,7 +44,7 @@ def base_tensors(model: nn.Module, path: str = "") -> dict[str, torch.Tensor]:
         for name, child in model._modules.items():
             if child is not None and name != OWN_TENSORS:
                 found.update(base_tensors(child, path if name == "_orig_mod" else f"{path}{name}."))
-    merged: Mapping[str, torch.Tensor] = getattr(tuned, "_originals", {})  # what they have put themselves in place of
+    merged: Mapping[str, torch.Tensor] = getattr(tuned, "_originals", None) or {}  # whose places others have taken
     return found | {f"{path}{name}": tensor for name, tensor in merged.items()}
 
 

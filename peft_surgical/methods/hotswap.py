@@ -28,8 +28,9 @@ from peft_surgical.fisher.model_state import uninterrupted
 from peft_surgical.layers import LayerSpec
 from peft_surgical.methods.combine import united_config
 from peft_surgical.methods.heads import take_out_own
-from peft_surgical.methods.saving import decode_state, live_tensors
+from peft_surgical.methods.saving import decode_state
 from peft_surgical.methods.tuner import DeltaTuner
+from peft_surgical.methods.wrappers import live_tensors
 from peft_surgical.names import OWN_TENSORS, PREFIX, CopyName, as_in_file, own_names, without_wrappers
 
 

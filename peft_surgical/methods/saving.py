@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import torch
-from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
-from peft.utils.other import ModulesToSaveWrapper
+from peft.tuners.tuners_utils import BaseTuner
 from torch import nn
 
 from peft_surgical.copies.columns import ColumnTensors, input_dim
@@ -39,7 +39,7 @@ from peft_surgical.methods.heads import (
     take_out_own,
     trained_rows,
 )
-from peft_surgical.methods.wrappers import take_out_unfilled
+from peft_surgical.methods.wrappers import live_tensors, take_out_unfilled
 from peft_surgical.names import (
     PREFIX,
     as_attribute,
@@ -55,25 +55,6 @@ from peft_surgical.names import (
 def prefix_of_peft_model(names: Iterable[str]) -> str:
     """What a `PeftModel` puts before the names of its base model's tensors; empty if these are not a `PeftModel`'s."""
     return PREFIX if any(name.startswith(PREFIX) for name in names) else ""
-
-
-def live_tensors(model: nn.Module, adapter_name: str) -> dict[str, torch.Tensor]:
-    """All tensors of an adapter in a model, head included, by their names in the model."""
-    found: dict[str, torch.Tensor] = {}
-    for path, module in model.named_modules():
-        if not isinstance(module, (BaseTunerLayer, ModulesToSaveWrapper)) or getattr(module, "tied_adapter", None):
-            continue
-        for name in module.adapter_layer_names:
-            table: Any = getattr(module, name)
-            if adapter_name not in table:
-                continue
-            entry = table[adapter_name]
-            prefix = without_engines(f"{path}.{name}.{adapter_name}")
-            if isinstance(entry, nn.Module):
-                found.update({f"{prefix}.{key}": value for key, value in entry.state_dict().items()})
-            else:
-                found[prefix] = entry
-    return found
 
 
 class SavedState(BaseTuner):
@@ -221,10 +202,20 @@ class SavedState(BaseTuner):
         check_tied(remapped, live if engine_of(model) is None else {}, adapter_name)
         config.forget_saved_names()
         config._is_unfilled = False
-        # PEFT may assign what it loads, which would bring the file's dtype and device into the model
+        # PEFT may assign what it loads, which would bring the file's dtype and device into the model, and make two
+        # parameters of what is stored once: tied ones are one parameter, others share no memory
+        places = Counter(tensor.data_ptr() for tensor in remapped.values())
+        bases = dict(_bases(model, adapter_name, {})) if len(places) < len(remapped) else {}
+        made: dict[Any, torch.Tensor] = {}
         for name in remapped.keys() & live.keys():
-            place = remapped[name] if live[name].is_meta else live[name]  # meta ones follow their base afterwards
-            remapped[name] = remapped[name].to(place.device, live[name].dtype)
+            loaded = remapped[name]
+            place = loaded if live[name].is_meta else live[name]  # meta ones follow their base afterwards
+            key = loaded.data_ptr(), id(bases.get(name, name))
+            if key not in made:
+                made[key] = loaded.to(place.device, live[name].dtype, copy=places[loaded.data_ptr()] > 1)
+                if isinstance(bases.get(name), nn.Parameter):
+                    made[key] = nn.Parameter(made[key], requires_grad=False)
+            remapped[name] = made[key]
         prefix = prefix_of_peft_model(live)
         if prefix_of_peft_model(name for name, _ in model.named_parameters()) == prefix:
             return remapped

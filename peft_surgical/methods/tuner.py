@@ -29,7 +29,7 @@ from peft_surgical.methods.before_training import adapter_parameters, before_tra
 from peft_surgical.methods.combine import add_weighted_adapter
 from peft_surgical.methods.report import TuningReport, tuning_report
 from peft_surgical.methods.resolve import Matching, Resolution, check_adapter_name, shared_once, untrained_parameters
-from peft_surgical.methods.saving import SavedState, live_tensors
+from peft_surgical.methods.saving import SavedState
 from peft_surgical.names import OWN_TENSORS, without_wrappers
 
 
@@ -175,7 +175,7 @@ class DeltaTuner(SavedState, BaseTuner):
             self._copied, self._untied = {}, set()
             if (labels := config.labels) and (of_base := self._labels_of_base):
                 heads.resize_heads(model, adapter_name, labels["num_labels"], of_base["num_labels"])
-            live, plain = live_tensors(model, adapter_name).items(), self._remove_adapter_name_from_key
+            live, plain = wrappers.live_tensors(model, adapter_name).items(), self._remove_adapter_name_from_key
             shapes = {plain(name, adapter_name): tensor.shape for name, tensor in live}
             config.resolution = replace(config.resolution, shapes=shapes)
             self._sync_labels()

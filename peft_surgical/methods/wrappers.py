@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
-from peft.utils.other import AuxiliaryTrainingWrapper
+from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 from torch import nn
 from tqdm import tqdm
 
@@ -22,6 +22,7 @@ from peft_surgical.copies.select import admit_untied_embeddings, forget_original
 from peft_surgical.copies.variants import TunedInPlace
 from peft_surgical.files.check import checked
 from peft_surgical.fisher.model_state import uninterrupted
+from peft_surgical.names import without_engines
 
 
 BASE = "__base__"
@@ -31,6 +32,25 @@ _ROWS_NOT_FIRST = ("xlnet",)  # hidden states are (tokens, batch, width)
 def has_wrappers(model: nn.Module) -> bool:
     """Whether any adapter has put something into the model."""
     return any(isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper)) for module in model.modules())
+
+
+def live_tensors(model: nn.Module, adapter_name: str) -> dict[str, torch.Tensor]:
+    """All tensors of an adapter in a model, head included, by their names in the model."""
+    found: dict[str, torch.Tensor] = {}
+    for path, module in model.named_modules():
+        if not isinstance(module, (BaseTunerLayer, ModulesToSaveWrapper)) or getattr(module, "tied_adapter", None):
+            continue
+        for name in module.adapter_layer_names:
+            table: Any = getattr(module, name)
+            if adapter_name not in table:
+                continue
+            entry = table[adapter_name]
+            prefix = without_engines(f"{path}.{name}.{adapter_name}")
+            if isinstance(entry, nn.Module):
+                found.update({f"{prefix}.{key}": value for key, value in entry.state_dict().items()})
+            else:
+                found[prefix] = entry
+    return found
 
 
 # ---- put in

@@ -16,7 +16,7 @@ from torch import nn
 from peft_surgical.compat import TorchDispatchMode, tree_flatten
 from peft_surgical.copies.module import TunedModule
 from peft_surgical.files.encodings import ENCODINGS
-from peft_surgical.methods.saving import live_tensors
+from peft_surgical.methods.wrappers import live_tensors
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from adapters import outputs
 from peft import PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 from peft.utils.hotswap import hotswap_adapter
 from safetensors.torch import load_file
-from tiny_models import build
+from tiny_models import batch, build
 from transformers import AutoModelForCausalLM
 
 from peft_surgical import DeltaBank, SurgicalConfig, merge_checkpoint
@@ -265,6 +265,25 @@ def test_what_is_encoded_needs_the_rows_that_it_was_encoded_against(encoding, tm
         DeltaBank(base(2)).add("task", tmp_path / "delta")
     with pytest.raises(ValueError, match=message):
         merge_checkpoint(tmp_path / "2", tmp_path / "delta", tmp_path / "merged")
+
+
+@pytest.mark.parametrize("low_cpu_mem_usage", [False, True])
+def test_what_is_tied_is_trained_as_one_after_it_was_loaded(low_cpu_mem_usage, tmp_path):
+    base = build("gpt2")
+    config = SurgicalConfig(task_type="CAUSAL_LM", layers=[1], extra_modules=["transformer.wte", "lm_head"])
+    made = get_peft_model(deepcopy(base), config)
+    made.save_pretrained(tmp_path)
+    loaded = PeftModel.from_pretrained(base, tmp_path, is_trainable=True, low_cpu_mem_usage=low_cpu_mem_usage)
+    losses = []
+    for model in (made, loaded):
+        optimizer = torch.optim.AdamW([p for p in model.eval().parameters() if p.requires_grad], lr=1e-2)
+        for _ in range(3):
+            loss = model(**batch("gpt2")).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[0] == losses[1]
 
 
 @pytest.mark.parametrize("copied", [False, True])
