@@ -7,7 +7,7 @@ import json
 import mmap
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -161,9 +161,9 @@ def check_tensors(
             )
 
 
-def differing(tensors: Mapping[str, torch.Tensor], places: Mapping[str, int]) -> list[str]:
+def differing(tensors: Mapping[str, torch.Tensor], places: Mapping[str, Hashable]) -> list[str]:
     """The names of tensors that go to one place with another one before them, and have other values than that."""
-    first: dict[int, torch.Tensor] = {}
+    first: dict[Hashable, torch.Tensor] = {}
     return [
         name
         for name, place in places.items()
@@ -174,8 +174,10 @@ def differing(tensors: Mapping[str, torch.Tensor], places: Mapping[str, int]) ->
 
 def check_tied(state: Mapping[str, torch.Tensor], live: Mapping[str, torch.Tensor], adapter_name: str) -> None:
     """Check that what goes into an adapter has the same values wherever the adapter has one tensor in two places."""
-    places = {name: live[name].data_ptr() for name in state if name in live and live[name].numel()}
-    if names := differing(state, {name: place for name, place in places.items() if place}):
+    present = {name: live[name] for name in state if name in live and live[name].numel()}
+    # with its strides, for LoRA on embeddings and a head that are tied holds each matrix in one transposed as well
+    places = {name: (t.data_ptr(), t.shape, t.stride()) for name, t in present.items() if t.data_ptr()}
+    if names := differing(state, places):
         raise ValueError(
             f"{names[0]!r} shares its weights in adapter {adapter_name!r} with another tensor, which has other values "
             "in what is loaded. Load that beside it instead: load_adapter, then set_adapter."

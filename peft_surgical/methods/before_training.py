@@ -12,22 +12,21 @@ import functools
 import logging
 import warnings
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any
 
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
-from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
+from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from peft_surgical.copies.host import BaseOnHost
 from peft_surgical.copies.module import TunedModule
 from peft_surgical.copies.select import token_embeddings
-from peft_surgical.copies.tensors import TunedTensors
 from peft_surgical.distributed import engine_of
 from peft_surgical.layers import find_stacks
+from peft_surgical.methods.held_buffers import HeldBuffers
 from peft_surgical.methods.report import GradientWatch, is_anything_trained_before
 from peft_surgical.names import CONTAINERS
 
@@ -118,69 +117,6 @@ def warn_of_surprises(tuner: Any, frozen_on_purpose: Collection[str] = ()) -> No
             "or name their modules in modules_to_save.",
             stacklevel=2,
         )
-
-
-def frozen_statistics(model: nn.Module) -> Iterator[nn.Module]:
-    """The modules with running statistics that no active adapter tunes; the base's statistics must not move."""
-    tuned: set[int] = set()
-    for module in model.modules():
-        if isinstance(module, TunedModule):
-            names = {name for a in module.active_adapters if a in module.tuned for name in module.tuned[a].names}
-            for path, inner in module.base_layer.named_modules():
-                if f"{path}.running_mean".lstrip(".") in names:
-                    tuned.add(id(inner))
-        elif isinstance(module, ModulesToSaveWrapper):
-            tuned.update(id(m) for m in module.modules_to_save.modules())
-    for module in model.modules():
-        if getattr(module, "running_mean", None) is not None and id(module) not in tuned:
-            if not isinstance(module, (TunedModule, AuxiliaryTrainingWrapper)):
-                yield module
-
-
-class HeldBuffers:
-    """Gives the base's buffers their values back after each forward pass in training, e.g. `spectral_norm`'s vectors.
-
-    Which ones move is seen in the first pass; the clones of all others are let go then.
-    """
-
-    def __init__(self) -> None:
-        self._kept: list[tuple[nn.Module, str, torch.Tensor]] | None = None
-
-    @contextmanager
-    def during_forward(self, model: nn.Module) -> Iterator[None]:
-        """Hold the buffers of a model for the time of a forward pass."""
-        self.give_back()  # gradient checkpointing computes again in the backward pass
-        is_first = self._kept is None
-        if self._kept is None:
-            holders = [m for m in model.modules() if isinstance(m, (TunedTensors, ModulesToSaveWrapper))]
-            of_adapters = {id(b) for m in holders for b in getattr(m, "modules_to_save", m).buffers()}
-            self._kept = [
-                (module, name, buffer.detach().clone())
-                for module in model.modules()
-                for name, buffer in module._buffers.items()
-                if buffer is not None and id(buffer) not in of_adapters
-            ]
-        before = [module._buffers[name] for module, name, _ in self._kept]
-        versions = [None if buffer is None else buffer._version for buffer in before]
-        try:
-            yield
-        finally:
-            if is_first:
-                after = [module._buffers[name] for module, name, _ in self._kept]
-                self._kept = [
-                    kept
-                    for kept, a, b, version in zip(self._kept, before, after, versions, strict=True)
-                    if a is not b or (b is not None and b._version != version)
-                ]
-            self.give_back()
-
-    @torch.no_grad()
-    def give_back(self) -> None:
-        """Give the buffers that move their values back."""
-        for module, name, kept in self._kept or ():
-            buffer = module._buffers[name]
-            if buffer is not None and buffer.shape == kept.shape:
-                buffer.copy_(kept)
 
 
 class BackwardStart:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from typing import Any, get_origin, get_type_hints
@@ -17,6 +18,7 @@ from peft.utils import CONFIG_NAME, hotswap, register_peft_method
 from transformers.integrations.peft import PeftAdapterMixin
 
 from peft_surgical.compat import add_peft_type
+from peft_surgical.copies.module import TunedModule
 from peft_surgical.files.adapter import AdapterTensors, weights_file
 from peft_surgical.files.check import StateOfFile, checked
 from peft_surgical.fisher.model_state import uninterrupted
@@ -24,7 +26,7 @@ from peft_surgical.methods.card import upload_with_card, write_card
 from peft_surgical.methods.config import MOST_BYTES, DeltaConfig, sources
 from peft_surgical.methods.hotswap import swap_in
 from peft_surgical.methods.wrappers import whole_or_not_at_all
-from peft_surgical.names import PREFIX, renamed
+from peft_surgical.names import PREFIX, as_attribute, renamed, without_wrappers
 
 
 _tuners: dict[str, type[BaseTuner]] = {}  # of the methods of this package
@@ -60,6 +62,9 @@ def register_method(
     _put_around(PeftModel, "create_or_update_model_card", write_card)
     _put_around(PeftModel, "_upload_modified_files", upload_with_card)
     _put_around(PeftAdapterMixin, "load_adapter", _load_as_peft)
+    for module in ("transformers.trainer_pt_utils", "transformers.trainer"):  # the second takes it from the first
+        if module in sys.modules:
+            _put_around(sys.modules[module], "get_parameter_names", _spare_as_in_base)
 
 
 def _put_around(owner: Any, name: str, function: Callable[..., Any]) -> None:
@@ -183,6 +188,19 @@ def _load_as_peft(of_transformers: Callable[..., Any], model: Any, *args: Any, *
     if config.inference_mode:
         model.eval()
     return LoadStateDictInfo(**{name: get_origin(hint)() for name, hint in get_type_hints(LoadStateDictInfo).items()})
+
+
+def _spare_as_in_base(of_transformers: Callable[..., list[str]], module: Any, *args: Any, **kwargs: Any) -> list[str]:
+    """transformers' names of the parameters that get weight decay, module by module: a copy gets it where the base's
+    own tensor would, which the name of a copy does not tell, nor the type of what holds it, of a norm inside a module
+    that is tuned as a whole."""
+    names = of_transformers(module, *args, **kwargs)
+    if not isinstance(module, TunedModule) or module.is_in_place:
+        return names
+    decayed = {without_wrappers(name) for name in names}
+    in_base = {without_wrappers(name) for name, _ in module.base_layer.named_parameters(remove_duplicate=False)}
+    spared = {as_attribute(name) for name in in_base if f"base_layer.{name}" not in decayed}
+    return [n for n in names if n.startswith("base_layer.") or n.rpartition(".")[2] not in spared]
 
 
 def _swap_by_method(

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 import os
-import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,8 +12,7 @@ from typing import Any
 
 from peft import PeftModel, load_peft_weights, set_peft_model_state_dict
 from torch import nn
-from transformers import TrainerCallback
-from transformers.trainer_pt_utils import get_parameter_names
+from transformers import TrainerCallback, trainer_pt_utils
 
 from peft_surgical.layers import find_stacks, unwrap
 from peft_surgical.methods.surgical import DEFAULT_LAYERS
@@ -22,7 +20,6 @@ from peft_surgical.methods.surgical import DEFAULT_LAYERS
 
 # as in transformers' Trainer
 _WITHOUT_DECAY = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
-_EXEMPT = re.compile("|".join(_WITHOUT_DECAY))
 
 
 def parameter_groups(
@@ -55,8 +52,7 @@ def parameter_groups(
         >>> [(group["weight_decay"], len(group["params"])) for group in groups]
         [(0.01, 1), (0.0, 1)]
     """
-    decayed = set(get_parameter_names(model, [nn.LayerNorm], _WITHOUT_DECAY))
-    decayed = {name for name in decayed if not _EXEMPT.search(name.replace("|", ".").lower())}
+    decayed = set(trainer_pt_utils.get_parameter_names(model, [nn.LayerNorm], _WITHOUT_DECAY))
     factors = _layer_factors(model, layer_scores)
     groups: dict[tuple[float, float], dict[str, Any]] = {}
     for name, parameter in model.named_parameters():

@@ -25,8 +25,9 @@ from peft_surgical.files.adapter import touched_names
 from peft_surgical.files.base import base_tensors, check_base, describe_base
 from peft_surgical.fisher.model_state import uninterrupted
 from peft_surgical.methods import heads, wrappers
-from peft_surgical.methods.before_training import adapter_parameters, before_training, frozen_statistics
+from peft_surgical.methods.before_training import adapter_parameters, before_training
 from peft_surgical.methods.combine import add_weighted_adapter
+from peft_surgical.methods.held_buffers import frozen_statistics
 from peft_surgical.methods.report import TuningReport, tuning_report
 from peft_surgical.methods.resolve import Matching, Resolution, check_adapter_name, shared_once, untrained_parameters
 from peft_surgical.methods.saving import SavedState

@@ -40,13 +40,13 @@ def live_tensors(model: nn.Module, adapter_name: str) -> dict[str, torch.Tensor]
     for path, module in model.named_modules():
         if not isinstance(module, (BaseTunerLayer, ModulesToSaveWrapper)) or getattr(module, "tied_adapter", None):
             continue
-        for name in module.adapter_layer_names:
-            table: Any = getattr(module, name)
-            if adapter_name not in table:
+        for name in (*module.adapter_layer_names, *module.other_param_names):
+            table: Any = getattr(module, name, ())
+            is_saved = name in module.adapter_layer_names or getattr(table, "persistent", False)
+            if not is_saved or adapter_name not in table:
                 continue
-            entry = table[adapter_name]
             prefix = without_engines(f"{path}.{name}.{adapter_name}")
-            if isinstance(entry, nn.Module):
+            if isinstance(entry := table[adapter_name], nn.Module):
                 found.update({f"{prefix}.{key}": value for key, value in entry.state_dict().items()})
             else:
                 found[prefix] = entry

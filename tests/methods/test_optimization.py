@@ -6,6 +6,7 @@ import pytest
 import torch
 from peft import get_peft_model
 from tiny_models import FAMILIES, SEQ2SEQ, build
+from torch import nn
 from transformers import Trainer
 
 from peft_surgical import SurgicalConfig, resolve_layers
@@ -27,9 +28,28 @@ def test_groups_hold_each_trainable_parameter_once_and_none_is_empty(family):
     assert set(ids) == {id(p) for p in model.parameters() if p.requires_grad}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+class Mixer(nn.Module):
+    """Tuned as a whole, for the parameter of its own; only the types of the norms inside say that they are norms."""
+
+    def __init__(self):
+        super().__init__()
+        self.mix = nn.Parameter(torch.ones(4, 4))
+        self.first, self.second = nn.LayerNorm(4), nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+        self.batch_norm = nn.BatchNorm1d(4)
+
+    def forward(self, x):
+        return self.batch_norm(self.second(self.first(x)) @ self.mix)
+
+
+def mixers() -> nn.Module:
+    model = nn.Module()
+    model.layers = nn.ModuleList(nn.ModuleDict({"mixer": Mixer(), "norm": nn.LayerNorm(4)}) for _ in range(2))
+    return model
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "norms within"])
 def test_trainer_decays_the_same_tensors_as_in_plain_training(family):
-    plain = build(family)
+    plain = mixers() if family == "norms within" else build(family)
     layers = {"decoder": [0]} if family in SEQ2SEQ else [0]
     inside = {id(p) for layer in resolve_layers(plain, layers) for p in layer.module.parameters()}
     decayed = Trainer.get_decay_parameter_names(None, plain)
@@ -42,8 +62,7 @@ def test_trainer_decays_the_same_tensors_as_in_plain_training(family):
         for name, p in model.named_parameters()
         if p.requires_grad and name in decayed
     }
-    if family != "xlnet":  # its attention is tuned as a whole, so Trainer cannot see the type of the norm inside
-        assert found == expected
+    assert found == expected
     ours = {id(p) for g in parameter_groups(model, lr=1.0) if g["weight_decay"] for p in g["params"]}
     names = {name for name, p in model.named_parameters() if id(p) in ours}
     readable = (name.removeprefix("base_model.model.").replace("|", ".") for name in names)

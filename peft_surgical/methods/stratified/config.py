@@ -26,7 +26,8 @@ CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga", "kasa")
 
 @dataclass
 class StratifiedConfig(DeltaConfig, LoraConfig):
-    """How the layers of a model are tuned, in strata. Every option of `LoraConfig` holds for the strata with LoRA.
+    """How the layers of a model are tuned, in strata. For those with LoRA every option of `LoraConfig` holds, but for
+    `alora_invocation_tokens`.
 
     Say it in one of these ways, all of which are resolved to `strata` when the adapter is made:
 
@@ -89,6 +90,10 @@ class StratifiedConfig(DeltaConfig, LoraConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.peft_type = add_peft_type("STRATIFIED")
+        if tokens := getattr(self, "alora_invocation_tokens", None):
+            raise ValueError(
+                f"alora_invocation_tokens={tokens!r}: StratifiedConfig has no activated LoRA. Use peft's LoraConfig."
+            )
         if self.init_weights is False:
             self.init_lora_weights = False
         if self.n1 is not None or self.n2 is not None:

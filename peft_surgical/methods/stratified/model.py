@@ -87,6 +87,8 @@ class StratifiedModel(DeltaTuner, LoraModel):  # type: ignore[misc]
 
     def _expected_tensors(self, config: Any, model: nn.Module) -> dict[str, torch.Size]:
         shapes = super()._expected_tensors(config, model)
+        if getattr(config, "use_bdlora", None):  # of other shapes, which are checked when the adapter is in place
+            return shapes
         for path in config.resolution.lora:
             module = bottom(model.get_submodule(path))
             r = config.rank_pattern.get(get_pattern_key([*config.rank_pattern], path), config.r)
