@@ -184,6 +184,15 @@ def test_other_methods_of_peft_are_taken_too(tmp_path):
         assert torch.equal(ask(bank, name), wanted), name
 
 
+def test_a_surgical_task_may_come_after_two_other_methods_on_the_same_modules(tmp_path):
+    ia3 = IA3Config(task_type="SEQ_CLS", target_modules=["query"], feedforward_modules=[], init_ia3_weights=False)
+    configs = {"lora": CONFIGS["lora"](), "ia3": ia3, "last": CONFIGS["last"](), "spafit": CONFIGS["spafit"]()}
+    answers = {name: save_task(tmp_path, name, config) for name, config in configs.items()}
+    bank = fill(DeltaBank(base()), tmp_path, answers)
+    for name in [*answers, *answers]:
+        assert torch.equal(ask(bank, name), answers[name]), name
+
+
 def test_the_bases_own_tensors_are_never_written_to(tasks):
     folder, answers = tasks
     model = base()
