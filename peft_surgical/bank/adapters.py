@@ -23,7 +23,7 @@ from peft_surgical.files.adapter import method_of
 from peft_surgical.files.check import check_tensors
 from peft_surgical.files.safetensors_io import Spec
 from peft_surgical.methods.config import DeltaConfig
-from peft_surgical.methods.wrappers import BASE, hook_rows
+from peft_surgical.methods.wrappers import BASE, KNOW_ROWS, hook_rows
 from peft_surgical.names import PREFIX, STRATIFIED, SURGICAL, base_path
 
 
@@ -113,6 +113,7 @@ class InjectedAdapters:
         self.configs: dict[str, Any] = {}  # all tuners hold this very dict
         self.tuned: dict[str, TunedModule] = {}
         self.heads: dict[str, ModulesToSaveWrapper] = {}
+        self._others: list[Any] = []  # the wrappers of other methods than LoRA's and this package's
         self._peft_models: dict[str, PeftModel] = {}
         self._is_adopted = True  # whether all wrappers are known and hold what they share
         self._by_rows: list[bool] = []  # what is in it lets the hooks of a batch of several tasks do something
@@ -123,6 +124,8 @@ class InjectedAdapters:
         self._end_rows()
         if not self._is_adopted:
             self._adopt()
+        for layer in self._others:  # some compute past the wrappers inside them unless they are disabled
+            layer._disable_adapters = not any(True for name in adapters for _ in _entries_of(layer, name))
         self.active[:] = adapters
 
     def _end_rows(self) -> None:
@@ -206,7 +209,10 @@ class InjectedAdapters:
 
     def _adopt(self) -> None:
         """Let all wrappers share one list of active adapters, and remember them by their paths in the base."""
+        self._others = []
         for path, module in self.model.named_modules():
+            if isinstance(module, BaseTunerLayer) and not isinstance(module, KNOW_ROWS):
+                self._others.append(module)
             if isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper)):
                 module._active_adapter = self.active  # type: ignore[assignment, union-attr]
             if isinstance(module, TunedModule):
@@ -230,6 +236,8 @@ class InjectedAdapters:
                 slots.update(slots_in(f"{PREFIX}{path}", entry))
             elif isinstance(module, BaseTunerLayer):
                 for name, table, entry in _entries_of(module, adapter):
+                    if isinstance(entry, BaseTunerLayer):  # LN tuning copies the wrappers in its own along
+                        entry = table[adapter] = entry.get_base_layer()
                     found = {f"{PREFIX}{path}.{name}.{adapter}": TensorSlot(table, adapter)}
                     if not isinstance(table, nn.ParameterDict):
                         tables.append((table, entry))

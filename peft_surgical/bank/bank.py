@@ -166,7 +166,7 @@ class DeltaBank:
         """Use several tasks in one batch: within, row `i` of a batch is computed with the task `names[i]`.
 
         Such forwards run one at a time. What cannot be told apart by rows is an error, as it is for `adapter_names` of
-        a `PeftModel`.
+        a `PeftModel`; so are tasks of other methods than this package's and LoRA.
 
         Args:
             names: A task for each row, or `"__base__"`.

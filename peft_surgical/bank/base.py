@@ -10,10 +10,12 @@ from typing import Any, cast
 
 import torch
 from peft import PeftConfig
+from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
+from peft.tuners.tuners_utils import BaseTuner
 from torch import nn
 
 from peft_surgical.bank.memory import Copies, Layout, Task, TaskFile
-from peft_surgical.files.adapter import Entry, touched_by
+from peft_surgical.files.adapter import Entry, method_of, touched_by
 from peft_surgical.files.base import check_base, describe_base
 from peft_surgical.files.check import check_tensors, decoded_shapes
 from peft_surgical.files.encodings import find_encoding
@@ -35,6 +37,13 @@ from peft_surgical.names import PREFIX, SEPARATOR, CopyName, as_plain, base_path
 
 _CHOICES = ("layers", "target_modules", "exclude_modules", "extra_modules", "dequantize")
 """The fields of a `SurgicalConfig` that say what is tuned."""
+_NOT_TAKEN = {
+    "trainable_token_indices": "changes what is around the model's embeddings",
+    "layer_replication": "changes the layers that all tasks share",
+    "alora_invocation_tokens": "needs PeftModel's own forward to look for these tokens",
+    "arrow_config": "computes with all adapters in the model at once",
+}
+"""Options of PEFT's methods, and why a switch cannot serve them."""
 
 
 class BaseIndex:
@@ -196,8 +205,15 @@ def _unpacked_spec(entry: Entry, key: str, shape: Sequence[int]) -> Spec:
 
 
 def _refuse_what_no_swap_undoes(config: PeftConfig) -> None:
-    if getattr(config, "trainable_token_indices", None):
-        raise ValueError("A DeltaBank does not take trainable_token_indices. Load it with PeftModel, or merge it.")
+    for option, why in _NOT_TAKEN.items():
+        if getattr(config, option, None):
+            raise ValueError(f"A DeltaBank does not take {option}, which {why}. Load it with PeftModel.")
+    tuner_cls: Any = PEFT_TYPE_TO_TUNER_MAPPING.get(config.peft_type, object)  # type: ignore[call-overload]
+    if not issubclass(tuner_cls, BaseTuner) or tuner_cls.forward is not BaseTuner.forward:
+        raise ValueError(
+            f"A DeltaBank does not take {method_of(config)}, which needs PeftModel's own forward: a bank only puts "
+            "modules into the model. Load it with PeftModel."
+        )
     method = "kasa" if getattr(config, "kasa_config", None) else getattr(config, "init_lora_weights", None)
     if isinstance(method, str) and method.lower().startswith(CHANGES_BASE):
         raise ValueError(

@@ -105,9 +105,13 @@ def twin(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> nn.Module:
         if rest:
             below.setdefault(child, {})[rest] = tensor
             continue
-        here.setdefault("_buffers" if name in module._buffers else "_parameters", {})[name] = tensor
+        table = "_buffers" if name in module._buffers else "_parameters"
+        here.setdefault(table, {})[name] = tensor
         if name in module.__dict__:  # FSDP1 shadows a parameter by an attribute of the instance
             copy.__dict__[name] = tensor
+        elif name not in module.__dict__[table]:  # left out, the base's own would be computed with
+            known = ", ".join([*module._parameters, *module._buffers]) or "none"
+            raise AttributeError(f"A {type(module).__name__} has no tensor {name!r} to be replaced. It has: {known}.")
     for table, replacements in here.items():
         own = module.__dict__[table]
         # one by one, for ZeRO-3 gathers a tensor that is read

@@ -134,11 +134,9 @@ class DeltaTuner(SavedState, BaseTuner):
         elif in_place:
             tuned = self.tuned_in_place_cls(target, adapter_name, names, **options)
             tuned.attach()
-        elif isinstance(target, BaseTunerLayer):  # another kind of adapter is outside, and stays there
-            inner: Any = target.base_layer  # type: ignore[attr-defined]
-            tuned = self._tuned_module_cls_for(inner)(inner, adapter_name, names, **options)
-            target.base_layer = tuned  # type: ignore[attr-defined]
         else:
+            while isinstance(target, BaseTunerLayer):  # other kinds of adapters are outside, and stay there
+                parent, target_name, target = target, "base_layer", target.base_layer  # type: ignore[assignment]
             tuned = self._tuned_module_cls_for(target)(target, adapter_name, names, **options)
             setattr(parent, target_name, tuned)
         # a module that was wrapped just now has the new adapter active, which the tuner may not

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from peft.tuners.lora.layer import LoraLayer
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 from torch import nn
@@ -20,12 +21,15 @@ from peft_surgical.copies.host import HostedBase
 from peft_surgical.copies.module import TunedModule
 from peft_surgical.copies.select import admit_untied_embeddings, forget_originals
 from peft_surgical.copies.variants import TunedInPlace
+from peft_surgical.files.adapter import method_of
 from peft_surgical.files.check import checked
 from peft_surgical.fisher.model_state import uninterrupted
 from peft_surgical.names import without_engines
 
 
 BASE = "__base__"
+_METHODS_BY_ROWS = ("LORA", "SURGICAL", "STRATIFIED")
+KNOW_ROWS = (TunedModule, LoraLayer)  # their wrappers, which can compute each row with an adapter of its own
 _ROWS_NOT_FIRST = ("xlnet",)  # hidden states are (tokens, batch, width)
 
 
@@ -222,7 +226,7 @@ def hook_rows(
     encoder = model.get_encoder() if num_beams > 1 and has_encoder else None
     in_encoder = {id(m) for m in encoder.modules()} if encoder is not None else set()
     for module in model.modules():
-        if isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper)) and isinstance(module, nn.Module):
+        if isinstance(module, (*KNOW_ROWS, AuxiliaryTrainingWrapper)) and isinstance(module, nn.Module):
             names = list(adapter_names) if id(module) in in_encoder else repeated
             if isinstance(module, AuxiliaryTrainingWrapper):  # PEFT's own does not know adapters without a copy
                 names = [name if name in module._adapters else BASE for name in names]
@@ -242,6 +246,11 @@ def _check_rows(tuner: Any, used: Sequence[str]) -> None:
     unknown = sorted(set(used) - set(tuner.peft_config))
     if unknown:
         raise ValueError(f"Trying to infer with non-existing adapter(s): {', '.join(unknown)}")
+    if others := {method_of(tuner.peft_config[name]) for name in used} - set(_METHODS_BY_ROWS):
+        raise TypeError(
+            f"Rows of one batch may belong to adapters of {', '.join(_METHODS_BY_ROWS)}, but not of "
+            f"{', '.join(sorted(others))}. Run a batch per adapter."
+        )
     kind = getattr(getattr(tuner.model, "config", None), "model_type", None)
     if kind in _ROWS_NOT_FIRST:
         raise TypeError(f"{kind} does not keep the rows of a batch first, so adapter_names cannot be used with it.")

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 from adapters import rewrite
-from peft import IA3Config, LoraConfig, get_peft_model
+from peft import IA3Config, LoraConfig, PolyConfig, PromptTuningConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from tiny_models import batch, build
 
@@ -182,6 +182,15 @@ def test_other_methods_of_peft_are_taken_too(tmp_path):
     bank = fill(DeltaBank(base()), tmp_path, ["last", "ia3"])
     for name, wanted in [("ia3", answer), ("last", surgical), ("ia3", answer)]:
         assert torch.equal(ask(bank, name), wanted), name
+
+
+def test_a_surgical_task_may_come_after_two_other_methods_on_the_same_modules(tmp_path):
+    ia3 = IA3Config(task_type="SEQ_CLS", target_modules=["query"], feedforward_modules=[], init_ia3_weights=False)
+    configs = {"lora": CONFIGS["lora"](), "ia3": ia3, "last": CONFIGS["last"](), "spafit": CONFIGS["spafit"]()}
+    answers = {name: save_task(tmp_path, name, config) for name, config in configs.items()}
+    bank = fill(DeltaBank(base()), tmp_path, answers)
+    for name in [*answers, *answers]:
+        assert torch.equal(ask(bank, name), answers[name]), name
 
 
 def test_the_bases_own_tensors_are_never_written_to(tasks):
@@ -529,6 +538,41 @@ def test_a_lora_that_changes_the_base_is_refused_when_added(method, tmp_path):
     bank = DeltaBank(base())
     with pytest.raises(ValueError, match=f"Task '{method}': .*{method}.* changes the base's own weights"):
         bank.add(method, tmp_path / method)
+    assert list(bank) == []
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("trainable_token_indices", [3]),
+        ("layer_replication", [[0, 3], [1, 4]]),
+        ("alora_invocation_tokens", [7, 8]),
+        ("arrow_config", {"router_temperature": 1.0}),
+    ],
+)
+def test_an_option_that_changes_more_than_modules_is_refused_when_added(option, value, tasks, tmp_path):
+    shutil.copytree(tasks[0] / "lora", tmp_path / "lora")
+    path = tmp_path / "lora" / "adapter_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), option: value}))
+    bank = DeltaBank(base())
+    with pytest.raises(ValueError, match=f"Task 'lora': A DeltaBank does not take {option}, which .*with PeftModel"):
+        bank.add("lora", tmp_path / "lora")
+    assert list(bank) == []
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        PromptTuningConfig(task_type="SEQ_CLS", num_virtual_tokens=3),
+        PolyConfig(task_type="SEQ_CLS", target_modules=["query"], r=2),
+    ],
+    ids=lambda config: config.peft_type.value,
+)
+def test_a_method_that_needs_a_forward_of_its_own_is_refused_when_added(config, tmp_path):
+    get_peft_model(base(), config).save_pretrained(tmp_path / "task")
+    bank = DeltaBank(base())
+    with pytest.raises(ValueError, match=f"does not take {config.peft_type.value}, which needs PeftModel's own"):
+        bank.add("task", tmp_path / "task")
     assert list(bank) == []
 
 

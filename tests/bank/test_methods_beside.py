@@ -1,0 +1,86 @@
+"""Every method of PEFT that a bank takes, beside tasks of this package and of LoRA on the same modules."""
+
+from __future__ import annotations
+
+import peft
+import pytest
+import torch
+from peft import LoraConfig
+from test_bank import X, ask, base, fill, save_task
+
+from peft_surgical import SurgicalConfig
+from peft_surgical.bank import DeltaBank
+
+
+METHODS = {
+    "Beft": {},
+    "BOFT": {"boft_block_size": 4},
+    "C3A": {"block_size": 4},
+    "Deft": {"r": 4},
+    "FourierFT": {"n_frequency": 8},
+    "Glora": {"r": 4},
+    "Gralora": {"r": 4, "gralora_k": 2},
+    "Hira": {"r": 4},
+    "HRA": {"r": 4},
+    "IA3": {"feedforward_modules": []},
+    "Lily": {"r": 4},
+    "LNTuning": {"target_modules": ["LayerNorm"]},
+    "LoHa": {"r": 4},
+    "LoKr": {"r": 4},
+    "Miss": {"r": 4},
+    "OFT": {"oft_block_size": 4},
+    "OSF": {},
+    "Peanut": {"r": 4},
+    "Psoft": {"r": 4},
+    "Road": {"group_size": 4},
+    "WaveFT": {"n_frequency": 8},
+}
+OTHERS = {
+    "surgical": lambda: SurgicalConfig(task_type="SEQ_CLS", layers=[2, 3]),
+    "lora": lambda: LoraConfig(task_type="SEQ_CLS", target_modules=["query", "value"], r=2, init_lora_weights=False),
+}
+
+
+def save(folder, name):
+    config_cls = getattr(peft, f"{name}Config", None)
+    if config_cls is None:
+        pytest.skip("this PEFT does not have it")
+    return save_task(
+        folder, name, config_cls(**{"task_type": "SEQ_CLS", "target_modules": ["query"], **METHODS[name]})
+    )
+
+
+@pytest.fixture(scope="module")
+def others(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("others")
+    return folder, {name: save_task(folder, name, config()) for name, config in OTHERS.items()}
+
+
+@pytest.mark.parametrize("other", OTHERS)
+@pytest.mark.parametrize("name", METHODS)
+def test_tasks_of_two_methods_do_not_disturb_each_other(name, other, others, tmp_path):
+    answers = {name: save(tmp_path, name), other: others[1][other], None: base()(**X).logits.detach()}
+    (tmp_path / other).symlink_to(others[0] / other)
+    for order in ([name, other], [other, name]):
+        bank = fill(DeltaBank(base()), tmp_path, order)
+        for asked in [*order, *order, None]:
+            torch.testing.assert_close(ask(bank, asked), answers[asked], atol=1e-5, rtol=0, msg=f"{order} {asked}")
+
+
+@pytest.mark.parametrize("name", ["IA3", "HRA", "LNTuning"])
+def test_rows_of_a_batch_pass_through_the_wrappers_of_methods_without_rows(name, others, tmp_path):
+    save(tmp_path, name)
+    folder, answers = others
+    alone = base()(**X).logits.detach()
+    for first in (name, "surgical"):
+        bank = DeltaBank(base())
+        for task in [name, *OTHERS]:
+            bank.add(task, (tmp_path if task == name else folder) / task)
+        for task in (first, name, *OTHERS):
+            ask(bank, task)
+        with bank.batch(["surgical", "lora", "__base__", "lora"]) as model, torch.no_grad():
+            logits = model(**X).logits
+        for row, wanted in enumerate([answers["surgical"], answers["lora"], alone, answers["lora"]]):
+            torch.testing.assert_close(logits[row], wanted[row], atol=1e-5, rtol=0)
+        with pytest.raises(TypeError, match="of LORA, SURGICAL, STRATIFIED, but not of .*. Run a batch per adapter"):
+            bank.batch(["surgical", name, "lora", "lora"]).__enter__()
