@@ -17,6 +17,7 @@ from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from peft_surgical.bank.base import PROJECTION
 from peft_surgical.bank.memory import Task
 from peft_surgical.copies.module import TunedModule
 from peft_surgical.files.adapter import method_of
@@ -240,7 +241,8 @@ class InjectedAdapters:
                         entry = table[adapter] = entry.get_base_layer()
                     found = {f"{PREFIX}{path}.{name}.{adapter}": TensorSlot(table, adapter)}
                     if not isinstance(table, nn.ParameterDict):
-                        tables.append((table, entry))
+                        if isinstance(entry, nn.Module) or not hasattr(task.config, PROJECTION):  # which is all tasks'
+                            tables.append((table, entry))
                         found = slots_in(f"{PREFIX}{path}.{name}.{adapter}", entry)
                     for key, slot in found.items():
                         plain = tuner_cls._remove_adapter_name_from_key(key, adapter).replace(".base_layer.", ".")

@@ -44,6 +44,8 @@ _NOT_TAKEN = {
     "arrow_config": "computes with all adapters in the model at once",
 }
 """Options of PEFT's methods, and why a switch cannot serve them."""
+PROJECTION = "projection_prng_key"
+"""The option that only methods have whose adapters all share one random projection, which no file holds."""
 
 
 class BaseIndex:
@@ -55,6 +57,7 @@ class BaseIndex:
         self._model: Any = structure_of(model, {})  # wrappers that come later do not show in it
         self._record = describe_base(self._model)
         self._embeddings = embedding_tensors(self._model)
+        self._projections: dict[str, Any] = {}  # by method, the key of the first task's
         self._known: set[str] = set()  # the records that were found to be of this base
         self._choose = lru_cache(maxsize=256)(self._choose_anew)
 
@@ -138,6 +141,12 @@ class BaseIndex:
                     "other tunes it or what is in it, which PEFT cannot have in one model. Put them into banks of "
                     "their own."
                 )
+        method, key = method_of(task.config), getattr(task.config, PROJECTION, None)
+        if (first := self._projections.setdefault(method, key)) != key:  # PEFT would compare what is in the model now
+            raise ValueError(
+                f"It has {PROJECTION}={key}, and the bank's first task of {method} had {first}. All tasks of {method} "
+                "in a bank share one projection: put those of another key into a bank of their own."
+            )
 
     def check_heads(self, tasks: Iterable[Task], has_base: bool) -> None:
         """Check that the rows of a batch, some of which may be the base's, have heads of one size."""

@@ -209,26 +209,46 @@ def run_by_rows(
     else than one tensor with the rows first."""
     if len(set(adapter_names)) == 1:
         return module_for(adapter_names[0])(*args, **kwargs)
+    kind = type(base).__name__
     is_one_tensor = len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor)
     if not is_one_tensor or any(True for _ in base.children()):
-        raise _rows_unknown(base, "takes more than one tensor")
+        raise rows_unknown(f"A {kind} takes more than one tensor")
     x = args[0]
     if len(x) != len(adapter_names):
         why = "experts see flattened tokens, position embeddings one row for all"
-        raise _rows_unknown(base, f"sees {len(x)} rows where the batch has {len(adapter_names)} ({why})")
+        raise rows_unknown(f"A {kind} sees {len(x)} rows where the batch has {len(adapter_names)} ({why})")
     out = None
     for name in dict.fromkeys(adapter_names):
         rows = torch.tensor([i for i, other in enumerate(adapter_names) if other == name], device=x.device)
         part = module_for(name)(x[rows])
         if not isinstance(part, torch.Tensor) or len(part) != len(rows):
-            raise _rows_unknown(base, "does not give one output per row")
+            raise rows_unknown(f"A {kind} does not give one output per row")
         out = part.new_empty(len(x), *part.shape[1:]) if out is None else out
         out[rows] = part
     return out
 
 
-def _rows_unknown(base: nn.Module, why: str) -> TypeError:
+def rows_unknown(why: str) -> TypeError:
+    """What is raised where a module does not see the rows of a batch."""
     return TypeError(
-        f"A {type(base).__name__} {why}, so the rows of different adapters cannot be told apart in it. Run a batch "
-        "per adapter, or tune other modules."
+        f"{why}, so the rows of different adapters cannot be told apart in it. Run a batch per adapter, or tune other "
+        "modules."
     )
+
+
+def unreadable(base: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
+    """A twin for a parent that reads a module's tensors in a batch of several adapters' rows: of these tensors it may
+    ask what they are like, and not compute with them."""
+
+    class Unreadable(Tensor):
+        @classmethod
+        def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            with torch._C.DisableTorchFunctionSubclass():
+                out = function(*args, **(kwargs or {}))
+            if any(isinstance(part, Tensor) for part in (out if isinstance(out, tuple) else (out,))):
+                raise rows_unknown(
+                    f"The tensors of a {type(base).__name__} are read by its parent, which does not call it"
+                )
+            return out
+
+    return twin(base, {name: tensor.detach().as_subclass(Unreadable) for name, tensor in tensors.items()})

@@ -15,7 +15,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer, check_adapters_to_merge
 from torch import nn
 
 from peft_surgical.copies.columns import ColumnTensors, column_output
-from peft_surgical.copies.compute import FunctionalModule, KeptTwin, direct_output, run_by_rows, twin
+from peft_surgical.copies.compute import FunctionalModule, KeptTwin, direct_output, run_by_rows, twin, unreadable
 from peft_surgical.copies.host import HostedBase
 from peft_surgical.copies.tensors import KeptTensors, TunedNormTensors, TunedTensors
 from peft_surgical.distributed import check_whole
@@ -41,6 +41,7 @@ class TunedModule(HostedBase, BaseTunerLayer):
     adapter_layer_names: tuple[str, ...] = (SURGICAL,)
     other_param_names: tuple[str, ...] = ()
     is_in_place = False  # whether the tuned module holds this one as a child, instead of being wrapped
+    by_rows: Sequence[bool] = ()  # not empty while the rows of a batch belong to several adapters
     base_layer: nn.Module
 
     def __init__(self, base_layer: nn.Module, adapter_name: str, names: Sequence[str], **options: Any):
@@ -141,18 +142,17 @@ class TunedModule(HostedBase, BaseTunerLayer):
 
     def _forward_by_rows(self, adapter_names: Sequence[str], args: tuple, kwargs: dict[str, Any]) -> Any:
         if self.merged:
-            raise ValueError(
-                "Cannot pass `adapter_names` when there are merged adapters, please call `unmerge_adapter` first."
-            )
+            text = "Cannot pass `adapter_names` when there are merged adapters, please call `unmerge_adapter` first."
+            raise ValueError(text)
         if not any(name in self.tuned for name in adapter_names):
             return self.base_in_use()(*args, **kwargs)
         return run_by_rows(self.base_in_use(), lambda name: self.module_for([name]), adapter_names, args, kwargs)
 
     def module_in_use(self) -> Any:
         """What computes at present: the active adapters' twin, or the base."""
-        if self.disable_adapters or self.merged:
-            return self.base_in_use()
-        return self.module_for(self.active_adapters)
+        if self.by_rows and not self.disable_adapters:
+            return unreadable(self.base_layer, {name: self.base_tensor(name) for name in self.names_of(self.tuned)})
+        return self.base_in_use() if self.disable_adapters or self.merged else self.module_for(self.active_adapters)
 
     def module_for(self, adapters: Iterable[str]) -> Callable[..., Any]:
         """What computes when these adapters are active; the base for those that do not tune this module."""

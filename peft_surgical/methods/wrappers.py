@@ -16,7 +16,7 @@ from torch import nn
 from tqdm import tqdm
 
 from peft_surgical.compat import check_adapters_not_merged, get_submodules
-from peft_surgical.copies.compute import return_to_fused_path
+from peft_surgical.copies.compute import return_to_fused_path, rows_unknown
 from peft_surgical.copies.host import HostedBase
 from peft_surgical.copies.module import TunedModule
 from peft_surgical.copies.select import admit_untied_embeddings, forget_originals
@@ -30,7 +30,12 @@ from peft_surgical.names import without_engines
 BASE = "__base__"
 _METHODS_BY_ROWS = ("LORA", "SURGICAL", "STRATIFIED")
 KNOW_ROWS = (TunedModule, LoraLayer)  # their wrappers, which can compute each row with an adapter of its own
-_ROWS_NOT_FIRST = ("xlnet",)  # hidden states are (tokens, batch, width)
+_ROWS_NOT_FIRST = ("xlnet", "fsmt")  # hidden states are (tokens, batch, width)
+_PARTS_WITHOUT_ROWS = {  # what these modules see first may by chance be as many as the rows of a batch
+    "relative_attention_bias": "sees queries first",
+    "global_relative_attention_bias": "sees queries first",
+    "experts": "sees the tokens that are sent to it",
+}
 
 
 def has_wrappers(model: nn.Module) -> bool:
@@ -213,7 +218,7 @@ def hook_rows(
     """Hook every adapted module; hooks that an interrupt leaves behind do nothing once `is_on` is empty."""
     model = tuner.model
     used = [name for name in dict.fromkeys(adapter_names) if name != BASE]
-    _check_rows(tuner, used)
+    _check_rows(tuner, used, is_mixed=len(set(adapter_names)) > 1)
     rows = next((len(value) for value in inputs if isinstance(value, torch.Tensor)), len(adapter_names))
     if rows != len(adapter_names):
         raise ValueError(
@@ -230,6 +235,8 @@ def hook_rows(
             names = list(adapter_names) if id(module) in in_encoder else repeated
             if isinstance(module, AuxiliaryTrainingWrapper):  # PEFT's own does not know adapters without a copy
                 names = [name if name in module._adapters else BASE for name in names]
+            if isinstance(module, TunedModule) and len({*names}) > 1 and any(name in module.tuned for name in used):
+                module.by_rows = is_on
             hook = partial(_add_adapter_names, adapter_names=names, is_on=is_on)
             handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
 
@@ -240,7 +247,7 @@ def _add_adapter_names(
     return args, {**kwargs, "adapter_names": adapter_names} if is_on else kwargs
 
 
-def _check_rows(tuner: Any, used: Sequence[str]) -> None:
+def _check_rows(tuner: Any, used: Sequence[str], is_mixed: bool) -> None:
     if tuner.training:
         raise ValueError("Cannot pass `adapter_names` when the model is in training mode.")
     unknown = sorted(set(used) - set(tuner.peft_config))
@@ -255,10 +262,14 @@ def _check_rows(tuner: Any, used: Sequence[str]) -> None:
     if kind in _ROWS_NOT_FIRST:
         raise TypeError(f"{kind} does not keep the rows of a batch first, so adapter_names cannot be used with it.")
     for path, module in tuner.model.named_modules():
-        if isinstance(module, TunedModule) and module.is_in_place and any(name in module.tuned for name in used):
+        if not isinstance(module, KNOW_ROWS) or set(used).isdisjoint(module._all_available_adapter_names()):
+            continue
+        if isinstance(module, TunedInPlace):
             raise TypeError(
                 f"The layer {path.rpartition('.')[0]} has tuned parameters of its own, which all rows share."
             )
+        for part in _PARTS_WITHOUT_ROWS.keys() & path.split(".") if is_mixed else ():
+            raise rows_unknown(f"{path} {_PARTS_WITHOUT_ROWS[part]}")
     labels = {name: (getattr(tuner.peft_config[name], "labels", None) or {}).get("num_labels") for name in used}
     if len(set(labels.values()) - {None}) > 1:  # stock LoRA does not tell
         raise ValueError(f"The heads of these adapters differ in size and cannot share a batch: labels {labels}.")

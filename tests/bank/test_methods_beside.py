@@ -5,7 +5,7 @@ from __future__ import annotations
 import peft
 import pytest
 import torch
-from peft import LoraConfig
+from peft import LoraConfig, RandLoraConfig, VeraConfig
 from test_bank import X, ask, base, fill, save_task
 
 from peft_surgical import SurgicalConfig
@@ -84,3 +84,35 @@ def test_rows_of_a_batch_pass_through_the_wrappers_of_methods_without_rows(name,
             torch.testing.assert_close(logits[row], wanted[row], atol=1e-5, rtol=0)
         with pytest.raises(TypeError, match="of LORA, SURGICAL, STRATIFIED, but not of .*. Run a batch per adapter"):
             bank.batch(["surgical", name, "lora", "lora"]).__enter__()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("config_cls", [VeraConfig, RandLoraConfig])
+def test_tasks_that_share_a_projection_need_the_same_key(config_cls, compiled, tmp_path):
+    def save_keyed(name, key):
+        options = {"target_modules": ["query", "value"], "r": 4, "save_projection": False, "init_weights": False}
+        torch.manual_seed(0)
+        return save_task(tmp_path, name, config_cls(task_type="SEQ_CLS", projection_prng_key=key, **options), seed=key)
+
+    answers = {"first": save_keyed("first", 0), "same": save_keyed("same", 0)}
+    save_keyed("other", 1)
+    bank = fill(DeltaBank(base(), compiled=compiled), tmp_path, answers)
+    match = "Task 'other': It has projection_prng_key=1, .* had 0. .* a bank of their own"
+    with pytest.raises(ValueError, match=match):
+        bank.add("other", tmp_path / "other")
+    for name in [*answers, *answers]:
+        torch.testing.assert_close(ask(bank, name), answers[name], atol=1e-5, rtol=0)
+    bank.remove("first")
+    with pytest.raises(ValueError, match=match):
+        bank.add("other", tmp_path / "other")
+
+
+def test_a_shared_projection_stays_when_the_task_that_brought_it_leaves(tmp_path):
+    options = {"target_modules": ["query"], "r": 4, "save_projection": False}
+    answers = {n: save_task(tmp_path, n, VeraConfig(task_type="SEQ_CLS", **options), seed=ord(n)) for n in "ab"}
+    alone = fill(DeltaBank(base()), tmp_path, ["a"])
+    alone.activate("a")
+    bank = fill(DeltaBank(base(), device_budget=alone.stats().device_bytes), tmp_path, "ab")
+    for name in "abab":
+        torch.testing.assert_close(ask(bank, name), answers[name], atol=1e-5, rtol=0)
+    assert bank.stats().device_evictions == 3

@@ -333,7 +333,7 @@ def test_a_twin_shares_all_but_the_replaced_tensors():
 
 
 def test_a_twin_of_a_module_without_the_tensor_is_refused():
-    with pytest.raises(AttributeError, match="has no tensor 'scale' to be replaced. It has: weight, bias"):
+    with pytest.raises(AttributeError, match="A BatchNorm1d has no tensor 'scale' .* It has: weight, bias"):
         twin(nn.Sequential(nn.BatchNorm1d(2)), {"0.scale": torch.ones(2)})
 
 

@@ -52,6 +52,7 @@ from peft.mapping import (
 )
 from peft.utils import hotswap
 from tiny_models import build
+from torch import nn
 
 from peft_surgical import StratifiedConfig, SurgicalConfig
 from peft_surgical.names import PREFIX
@@ -137,6 +138,74 @@ def test_bias_only_adapters_share_a_batch(method):
     found = mixed(model, "bert", ["rte", "cola", "rte", "cola"])
     for row, name in enumerate(["rte", "cola", "rte", "cola"]):
         torch.testing.assert_close(found[row], outputs(model, "bert", name)[row], rtol=1e-5, atol=1e-6)
+
+
+class Routed(nn.Module):
+    """A layer whose experts see the tokens that are sent to them."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x):
+        chosen = x[..., 0] > 0
+        return torch.zeros_like(x).index_put((chosen,), self.experts[0](x[chosen]))
+
+
+class Stack(nn.Module):
+    def __init__(self, make_layer):
+        super().__init__()
+        self.layers = nn.ModuleList(make_layer() for _ in range(3))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+def transformer_layer() -> nn.Module:
+    return nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)  # its attention reads out_proj's weight
+
+
+@pytest.mark.parametrize(
+    ("make_layer", "modules", "message"),
+    [
+        (Routed, None, r"experts.0 sees the tokens that are sent to it, so the rows"),
+        (transformer_layer, ["out_proj"], "are read by its parent, which does not call it, so the rows"),
+    ],
+)
+def test_a_module_that_does_not_see_the_rows_is_refused_in_a_mixed_batch(make_layer, modules, message):
+    torch.manual_seed(0)
+    model = get_peft_model(Stack(make_layer), SurgicalConfig(layers=[1], target_modules=modules), adapter_name="one")
+    model.add_adapter("two", SurgicalConfig(layers=[1], target_modules=modules))
+    shake(shake(model, "one", 1), "two", 2).eval()
+    x = torch.randn(3, 5, 4)
+    before = model(x)
+    with pytest.raises(TypeError, match=message):
+        model(x, adapter_names=["one", "two", "__base__"])
+    assert torch.equal(model(x), before)
+    assert torch.equal(model(x, adapter_names=["one"] * 3), before)
+
+
+@methods
+def test_relative_biases_do_not_see_the_rows_of_a_mixed_batch(method):
+    model = make(method, "t5", [0], name="one")
+    add(model, method, "t5", [0], name="two")
+    if method == "SURGICAL":
+        with pytest.raises(TypeError, match="relative_attention_bias sees queries first, so the rows"):
+            mixed(model, "t5", ["one", "two", "one", "__base__"])
+    assert torch.equal(mixed(model, "t5", ["one"] * 4), outputs(model, "t5", "one"))
+
+
+def test_a_model_whose_hidden_states_have_tokens_first_is_refused_in_a_mixed_batch():
+    options = {"d_model": 16, "encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 8, "decoder_ffn_dim": 8}
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "src_vocab_size": 20, "tgt_vocab_size": 20}
+    config = transformers.FSMTConfig(langs=["en", "de"], **options, **heads)
+    surgical = SurgicalConfig(layers={"decoder": [1]})
+    model = get_peft_model(transformers.FSMTForConditionalGeneration(config).eval(), surgical, adapter_name="one")
+    model.add_adapter("two", surgical)
+    with pytest.raises(TypeError, match="fsmt does not keep the rows of a batch first"):
+        model.eval()(input_ids=torch.tensor([[5, 6], [7, 8]]), adapter_names=["one", "two"])
 
 
 @methods
