@@ -15,6 +15,7 @@ from tqdm import tqdm
 
 from peft_surgical.convert.change import WeightChanges, measure_changes, relative_distance
 from peft_surgical.convert.page import write_page
+from peft_surgical.copies.select import token_embeddings
 from peft_surgical.files.adapter import Entry, encode_tensor, entries, write_adapter
 from peft_surgical.files.base import describe_base
 from peft_surgical.files.checkpoint import Checkpoint, ModelTensors, empty_model, task_type_of, tied_names
@@ -183,7 +184,7 @@ def _choose_outside(
 
 def _vocabulary_modules(model: Any) -> Iterator[str]:
     """The paths of the modules with a row per token of the vocabulary."""
-    modules = {id(module) for module in (model.get_input_embeddings(), model.get_output_embeddings())}
+    modules = {id(module) for module in token_embeddings(model)}
     tied = tied_names(model)
     for path, module in model.named_modules(remove_duplicate=False):
         if id(module) in modules:

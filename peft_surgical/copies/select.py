@@ -116,9 +116,10 @@ def token_embeddings(model: Any) -> tuple[nn.Module | None, nn.Module | None]:
     found = []
     for get in ("get_input_embeddings", "get_output_embeddings"):
         try:
-            found.append(getattr(model, get, lambda: None)())
+            embeddings = getattr(model, get, lambda: None)()
         except (NotImplementedError, AttributeError):  # transformers raises them for models of images and sounds
-            found.append(None)
+            embeddings = None
+        found.append(embeddings if isinstance(embeddings, nn.Module) else None)  # Perceiver's are a parameter
     return found[0], found[1]
 
 

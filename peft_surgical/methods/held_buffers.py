@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
@@ -30,6 +31,14 @@ def frozen_statistics(model: nn.Module) -> Iterator[nn.Module]:
         if getattr(module, "running_mean", None) is not None and id(module) not in tuned:
             if not isinstance(module, (TunedModule, AuxiliaryTrainingWrapper)):
                 yield module
+
+
+@torch.compiler.disable  # where a compiled model is in several pieces, this would be compiled by itself
+def keep_statistics(model: nn.Module, *_: Any) -> None:
+    """Let running statistics that no active adapter tunes stay as they are in training; a hook of forward, too."""
+    if model.training:
+        for module in frozen_statistics(model):
+            module.eval()
 
 
 @dataclass

@@ -27,7 +27,7 @@ from peft_surgical.fisher.model_state import uninterrupted
 from peft_surgical.methods import heads, wrappers
 from peft_surgical.methods.before_training import adapter_parameters, before_training
 from peft_surgical.methods.combine import add_weighted_adapter
-from peft_surgical.methods.held_buffers import frozen_statistics
+from peft_surgical.methods.held_buffers import keep_statistics
 from peft_surgical.methods.report import TuningReport, tuning_report
 from peft_surgical.methods.resolve import Matching, Resolution, check_adapter_name, shared_once, untrained_parameters
 from peft_surgical.methods.saving import SavedState
@@ -51,6 +51,8 @@ class DeltaTuner(SavedState, BaseTuner):
     def __init__(self, model: nn.Module, peft_config: Any, adapter_name: str, *args: Any, **kwargs: Any):
         wrappers.check_alone(model, peft_config, adapter_name)
         super().__init__(model, peft_config, adapter_name, *args, **kwargs)
+        if not isinstance(peft_config, dict):  # by `inject_adapter_in_model`, after which no tuner is around the model
+            model.register_forward_pre_hook(keep_statistics)
 
     # ---- before the model is changed
 
@@ -116,8 +118,7 @@ class DeltaTuner(SavedState, BaseTuner):
         current_key: str,
         **kwargs: Any,
     ) -> None:
-        names = peft_config.resolution.copies.get(current_key)
-        if names is None:
+        if (names := peft_config.resolution.copies.get(current_key)) is None:
             raise ValueError(f"The weights have tensors for {current_key!r}, which their config does not choose.")
         options = {
             "init_weights": getattr(peft_config, "init_weights", True) is not False,
@@ -237,8 +238,7 @@ class DeltaTuner(SavedState, BaseTuner):
         super().train(mode)
         if mode:
             BaseOnHost.of(self).on_train_mode(self.model)
-            for module in frozen_statistics(self.model):
-                module.eval()
+            keep_statistics(self.model)
         return self
 
     @contextmanager

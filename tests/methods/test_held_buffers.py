@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import (
+    LoraConfig,
+    PeftModel,
+    get_peft_model,
+    get_peft_model_state_dict,
+    inject_adapter_in_model,
+    set_peft_model_state_dict,
+)
 from peft.tuners.lora.config import MontecloraConfig
 from tiny_models import batch, build
 from torch import nn
@@ -120,6 +129,25 @@ def test_what_a_user_writes_to_a_buffer_that_does_not_move_stays():
     model.base_model.model.of_the_user.fill_(3)
     model(torch.randn(8, 6)).sum().backward()
     assert torch.equal(model.base_model.model.of_the_user, torch.full((2,), 3.0))
+
+
+@pytest.mark.parametrize("method", ["surgical", "stratified"])
+def test_statistics_stay_without_a_tuner_around_the_model(method):
+    base, x = Model("batch norm", False), torch.randn(8, 6)
+    torch.manual_seed(0)
+    model = inject_adapter_in_model(CONFIGS[method](), copy.deepcopy(base))
+    torch.manual_seed(0)
+    around = get_peft_model(copy.deepcopy(base), CONFIGS[method]())
+    for trained in (model, around):
+        optimizer = torch.optim.SGD([p for p in trained.parameters() if p.requires_grad], lr=0.5)
+        for _ in range(3):
+            trained.train()(x).pow(2).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert torch.equal(model(x), around(x))
+    again = inject_adapter_in_model(CONFIGS[method](), copy.deepcopy(base))
+    set_peft_model_state_dict(again, get_peft_model_state_dict(model))
+    assert torch.equal(model.eval()(x), again.eval()(x))
 
 
 @pytest.mark.parametrize("method", ["surgical", "stratified"])

@@ -12,7 +12,13 @@ from adapters import METHODS, shake
 from peft import PeftModel, get_peft_model
 from tiny_models import batch, build
 from torch import nn
-from transformers import BertConfig, EncoderDecoderConfig, EncoderDecoderModel
+from transformers import (
+    BertConfig,
+    EncoderDecoderConfig,
+    EncoderDecoderModel,
+    PerceiverConfig,
+    PerceiverForSequenceClassification,
+)
 
 from peft_surgical import StratifiedConfig, SurgicalConfig
 from peft_surgical.methods.report import GradientWatch
@@ -206,3 +212,16 @@ def test_the_watch_leaves_nothing_on_the_parameters():
             watch.update()
     assert not parameter._post_accumulate_grad_hooks
     assert not other._post_accumulate_grad_hooks
+
+
+def test_embeddings_that_are_a_parameter_and_no_module(tmp_path):
+    options = {"d_latents": 8, "d_model": 8, "num_self_attention_heads": 2, "num_cross_attention_heads": 2}
+    config = PerceiverConfig(num_latents=4, num_self_attends_per_block=2, vocab_size=99, **options)
+    base, inputs = PerceiverForSequenceClassification(config).eval(), torch.tensor([[3, 4, 5]])
+    model = get_peft_model(copy.deepcopy(base), SurgicalConfig(layers=[1]))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * parameter.requires_grad)
+    model.save_pretrained(tmp_path)
+    loaded = PeftModel.from_pretrained(base, tmp_path)
+    assert torch.equal(loaded(inputs=inputs).logits, model.eval()(inputs=inputs).logits)
