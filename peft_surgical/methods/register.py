@@ -15,10 +15,12 @@ from peft import PeftConfig, PeftModel, inject_adapter_in_model, peft_model, set
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING
 from peft.tuners.tuners_utils import BaseTuner
 from peft.utils import CONFIG_NAME, hotswap, register_peft_method
+from transformers import PreTrainedModel
 from transformers.integrations.peft import PeftAdapterMixin
 
 from peft_surgical.compat import add_peft_type
 from peft_surgical.copies.module import TunedModule
+from peft_surgical.copies.select import token_embeddings
 from peft_surgical.files.adapter import AdapterTensors, weights_file
 from peft_surgical.files.check import StateOfFile, checked
 from peft_surgical.fisher.model_state import uninterrupted
@@ -62,6 +64,7 @@ def register_method(
     _put_around(PeftModel, "create_or_update_model_card", write_card)
     _put_around(PeftModel, "_upload_modified_files", upload_with_card)
     _put_around(PeftAdapterMixin, "load_adapter", _load_as_peft)
+    _put_around(PreTrainedModel, "tie_weights", _tie_untuned)
     for module in ("transformers.trainer_pt_utils", "transformers.trainer"):  # the second takes it from the first
         if module in sys.modules:
             _put_around(sys.modules[module], "get_parameter_names", _spare_as_in_base)
@@ -201,6 +204,13 @@ def _spare_as_in_base(of_transformers: Callable[..., list[str]], module: Any, *a
     in_base = {without_wrappers(name) for name, _ in module.base_layer.named_parameters(remove_duplicate=False)}
     spared = {as_attribute(name) for name in in_base if f"base_layer.{name}" not in decayed}
     return [n for n in names if n.startswith("base_layer.") or n.rpartition(".")[2] not in spared]
+
+
+def _tie_untuned(of_transformers: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+    """transformers' `model.tie_weights`, which accelerate calls under FSDP2. It would put an adapter's copy of the
+    embeddings into the base's head; what is tied in the base is so already."""
+    if not any(isinstance(module, TunedModule) for module in token_embeddings(model)):
+        return of_transformers(model, *args, **kwargs)
 
 
 def _swap_by_method(

@@ -286,6 +286,23 @@ def test_what_is_tied_is_trained_as_one_after_it_was_loaded(low_cpu_mem_usage, t
     assert losses[0] == losses[1]
 
 
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+@pytest.mark.parametrize("tuned", [[0], [1], [0, 1]], ids=["embeddings", "head", "both"])
+def test_to_tie_the_weights_again_leaves_adapter_and_base_alone(family, tuned, tmp_path):
+    base = build(family, tie_word_embeddings=True)
+    names = [[FAMILIES[family], "lm_head"][i] for i in tuned]
+    config = SurgicalConfig(task_type="CAUSAL_LM", layers=[1], extra_modules=names)
+    model = get_peft_model(deepcopy(base), config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad and "layers" not in name:
+                parameter.mul_(1.1)
+    before = outputs(model.eval(), family)
+    model.get_base_model().tie_weights()
+    assert torch.equal(outputs(model, family), before)
+    assert torch.equal(outputs(model.unload(), family), outputs(base, family))
+
+
 @pytest.mark.parametrize("copied", [False, True])
 def test_an_adapter_that_is_added_while_another_one_is_merged_knows_its_base(copied, tmp_path):
     base = build("gpt2")
