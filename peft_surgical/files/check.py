@@ -144,7 +144,10 @@ def check_tensors(
     """Check that tensors are just the expected ones, and beside them only such as `is_known` tells of."""
     for name in expected:
         if name not in shapes:
-            raise ValueError(f"{source} lacks the tensor {name!r}, which this adapter trains. Save the adapter again.")
+            raise ValueError(
+                f"{source} lacks the tensor {name!r}, which this adapter trains. It is of an adapter with another "
+                "configuration, as of other layers, or was not saved whole."
+            )
     for name, shape in shapes.items():
         if name in expected:
             if shape.numel() == 0 and expected[name].numel() != 0:

@@ -202,6 +202,7 @@ class SurgicalModel(DeltaTuner):
 def _choose_layers(config: SurgicalConfig, model: nn.Module) -> list[Layer]:
     if config.ranking is not None and config.top_k is not None:
         ranking = as_ranking(config.ranking)
+        ranking.check_model(model)
         best = ranking.top(config.top_k)
         config.layers = {ranking.stack: best} if ranking.stack else best
         config.ranking_record = ranking.to_dict()

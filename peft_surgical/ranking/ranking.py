@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from peft_surgical.layers import choose_stack
 from peft_surgical.ranking.plots import plot_scores
 
 
@@ -71,6 +72,15 @@ class LayerRanking:
         if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= len(self.scores):
             raise ValueError(f"top({k!r}): allowed are integers from 1 to {len(self.scores)}, the number of layers.")
         return self.order[:k]
+
+    def check_model(self, model: torch.nn.Module) -> None:
+        """A `ValueError` if the model has another number of layers than were ranked."""
+        stack = choose_stack(model, self.stack or None)
+        if len(self.scores) != len(stack):
+            raise ValueError(
+                f"The ranking has {len(self.scores)} layers, and {stack.name or 'the model'} has {len(stack)}: it is "
+                "of another model. Rank this one."
+            )
 
     def probability(self, layer: int, k: int) -> float | None:
         """The probability that a layer is among the best k; None if it was not estimated."""

@@ -28,8 +28,7 @@ def read_splits(data: str, *, subset: str | None = None, encoding: str = "utf-8"
     subset of a data set on the hub. A single file whose name is not that of a split is `train`."""
     path = Path(data).expanduser()
     if path.is_file():
-        is_split = any(find_split([path.stem], role) for role in ("train", "validation", "test"))
-        name = path.stem if is_split else "train"
+        name = path.stem if path.stem in ("train", *VALIDATION_NAMES, "test") else "train"
         return {name: _read_files([path], encoding)}
     if path.is_dir():
         return _read_folder(path, encoding)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,7 @@ def load_language_model(job: TrainingJob, folder: str | Path | None = None) -> A
         model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **more)
     except (OSError, ValueError) as error:
         raise ValueError(f"--model {source}: no language model could be loaded from there: {error}") from error
+    _check_causal(model, source)
     module: Any
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
@@ -55,6 +57,20 @@ def load_language_model(job: TrainingJob, folder: str | Path | None = None) -> A
     if not getattr(model, "is_quantized", False):
         model.to(this_process().device)
     return model if folder is None else (PeftModel.from_pretrained(model, folder) if is_adapter else model).eval()
+
+
+@torch.inference_mode()
+def _check_causal(model: Any, source: str | Path) -> None:
+    """Refuse an encoder, which sees what it is to predict: its output for a token depends on later ones."""
+    if model.device.type == "meta" or any(hasattr(p, "ds_id") for p in model.parameters()):  # no whole weights
+        return
+    ids = torch.tensor([[3, 4, 5, 6], [3, 4, 7, 8]], device=model.device) % model.config.get_text_config().vocab_size
+    first, second = model(input_ids=ids).logits[:, 1].float()
+    if not torch.allclose(first, second, rtol=1e-2, atol=1e-3 * float(first.abs().max())):
+        raise ValueError(
+            f"--model {source}: {type(model).__name__} reads a text from both sides, so it cannot learn to go on with "
+            "one. Name a decoder; or if the texts have labels, their column with --label-column."
+        )
 
 
 def load_language_tokenizer(job: TrainingJob, task: Task) -> Any:
@@ -183,6 +199,10 @@ def answer(
             prompt, add_generation_prompt=True, return_tensors="pt", return_dict=True
         )
     inputs = {name: values.to(model.device) for name, values in inputs.items() if name != "token_type_ids"}
+    length = inputs["input_ids"].shape[1]
+    most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if most is not None and length >= most:
+        raise ValueError(f"The prompt has {length} tokens, and with an answer the model reads at most {most}.")
     ends = model.generation_config.eos_token_id
     ends = {*(ends if isinstance(ends, list) else [ends]), tokenizer.eos_token_id} - {None}
     chance: dict[str, Any] = {"do_sample": temperature > 0, "temperature": temperature or None}
@@ -190,7 +210,7 @@ def answer(
         chance |= {"top_p": None, "top_k": None}  # of the model's own settings, which have no meaning then
     said = model.generate(
         **inputs,
-        max_new_tokens=max_new_tokens,
+        max_new_tokens=max_new_tokens if most is None else min(max_new_tokens, most - length),
         eos_token_id=sorted(ends) or None,
         pad_token_id=tokenizer.pad_token_id,
         **chance,
@@ -211,15 +231,13 @@ def measure_beside(run: Any, rows: Dataset) -> dict[str, Any]:
         return found  # the weights are in parts
     model.eval()
     asked = [split_prompt(row) for row in rows.select(range(min(SAMPLE_ANSWERS, len(rows))))]
-    found["answers"] = [
-        {
-            "prompt": prompt if isinstance(prompt, str) else prompt[-1]["content"],
-            "answer": answer(model, run.prepared.tokenizer, prompt, run.prepared.task.form),
-            "reference": reference or "",
-        }
-        for prompt, reference in asked
-        if prompt
-    ]
+    found["answers"] = []
+    for prompt, reference in asked:
+        with suppress(ValueError):  # longer than the model can read
+            if prompt:
+                said = answer(model, run.prepared.tokenizer, prompt, run.prepared.task.form)
+                question = prompt if isinstance(prompt, str) else prompt[-1]["content"]
+                found["answers"].append({"prompt": question, "answer": said, "reference": reference or ""})
     return found
 
 

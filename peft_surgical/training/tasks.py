@@ -67,6 +67,9 @@ def make_task(
     texts, unused = _find_text_columns(reference, text_columns, label)
     _check_types(reference, texts, label)
     labelled = {name: rows for name, data in splits.items() if (rows := _labelled_rows(name, data, label)) is not None}
+    name = find_split(splits, "validation")
+    if name is not None and label not in (columns := splits[name].column_names):
+        raise ValueError(f"{name!r} has no column {label!r}, as the others do; it has {columns}.")
     if not labelled:
         raise ValueError(f"Column {label!r} holds no label in any of the splits {[*splits]}.")
     reference = labelled[find_split(labelled, "train") or next(iter(labelled))]

@@ -8,7 +8,7 @@ import torch
 from peft import PeftConfig, get_peft_model
 from tiny_models import build
 
-from peft_surgical import SurgicalConfig
+from peft_surgical import LayerRanking, SurgicalConfig
 from peft_surgical.files.safetensors_io import TensorFile
 
 
@@ -106,6 +106,12 @@ def test_a_chosen_layer_without_values_is_refused():
     model.bert.encoder.layer[1].to("meta")
     with pytest.raises(ValueError, match="meta device"):
         get_peft_model(model, SurgicalConfig(layers=[1]))
+
+
+def test_a_ranking_of_another_model_is_refused():
+    ranking = LayerRanking(stack="encoder", scores=[0.1, 0.2])
+    with pytest.raises(ValueError, match=r"The ranking has 2 layers, and .* has 4: it is of another model"):
+        get_peft_model(build("bert"), SurgicalConfig(ranking=ranking, top_k=1))
 
 
 def test_a_ranking_of_the_wrong_kind_is_a_type_error():

@@ -252,6 +252,21 @@ def test_training_learns_and_says_what_was_learnt(job, tmp_path):
     ]
 
 
+def test_an_encoder_is_no_language_model(job, tmp_path):
+    folder = save_language_model(tmp_path / "encoder", "roberta")
+    with pytest.raises(ValueError, match="RobertaForCausalLM reads a text from both sides.*--label-column"):
+        train(job(model=str(folder)))
+
+
+def test_a_prompt_that_fills_the_model_has_no_answer(job, tmp_path):
+    folder = save_language_model(tmp_path / "short", "gpt2", n_positions=16)
+    asked = job("text", model=str(folder), max_length=16)
+    train(asked)
+    with pytest.raises(ValueError, match="The prompt has 20 tokens, and with an answer the model reads at most 16"):
+        list(predict(asked.output, ["w1 " * 20]))
+    assert len(list(predict(asked.output, ["w1 " * 10]))) == 1
+
+
 # the whole way, and what is said on it
 
 

@@ -32,6 +32,8 @@ def test_every_format_gives_the_same_rows(tmp_path):
 def test_a_file_named_after_a_split_is_that_split(tmp_path):
     make_rows(4, 0).to_parquet(str(tmp_path / "validation.parquet"))
     assert list(read_splits(str(tmp_path / "validation.parquet"))) == ["validation"]
+    make_rows(4, 0).to_parquet(str(tmp_path / "valuations.parquet"))
+    assert list(read_splits(str(tmp_path / "valuations.parquet"))) == ["train"]
 
 
 def test_a_folder_gives_its_splits_and_joins_shards(tmp_path):
@@ -206,6 +208,8 @@ def test_a_column_that_a_split_lacks_and_infinite_amounts_are_named():
     splits = {"train": make_rows(4, 0), "dev": make_rows(4, 1).rename_column("text", "words")}
     with pytest.raises(ValueError, match="'dev' has no column 'text', as the others do; it has .*words"):
         make_task(splits)
+    with pytest.raises(ValueError, match="'dev' has no column 'label', as the others do; it has .*'text'"):
+        make_task({"train": make_rows(4, 0), "dev": make_rows(4, 1).remove_columns("label")})
     data = Dataset.from_dict({"text": ["a", "b"], "label": [1.5, float("inf")]})
     with pytest.raises(ValueError, match="'train' holds the label inf"):
         make_task({"train": data}, kind="regression")
