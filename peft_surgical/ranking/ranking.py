@@ -73,13 +73,13 @@ class LayerRanking:
             raise ValueError(f"top({k!r}): allowed are integers from 1 to {len(self.scores)}, the number of layers.")
         return self.order[:k]
 
-    def check_model(self, model: torch.nn.Module) -> None:
-        """A `ValueError` if the model has another number of layers than were ranked."""
+    def check_model(self, model: torch.nn.Module, name: str = "The ranking") -> None:
+        """A `ValueError`, with this name, if the model has another number of layers than were ranked."""
         stack = choose_stack(model, self.stack or None)
         if len(self.scores) != len(stack):
             raise ValueError(
-                f"The ranking has {len(self.scores)} layers, and {stack.name or 'the model'} has {len(stack)}: it is "
-                "of another model. Rank this one."
+                f"{name} ranks {len(self.scores)} layers; {stack.name or 'the model'} has {len(stack)}. It is of "
+                "another model: rank this one."
             )
 
     def probability(self, layer: int, k: int) -> float | None:

@@ -49,13 +49,14 @@ def load_language_model(job: TrainingJob, folder: str | Path | None = None) -> A
         model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **more)
     except (OSError, ValueError) as error:
         raise ValueError(f"--model {source}: no language model could be loaded from there: {error}") from error
-    _check_causal(model, source)
     module: Any
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False  # bitsandbytes 0.50 loses the order of scales when it saves
     if not getattr(model, "is_quantized", False):
         model.to(this_process().device)
+    if folder is None:
+        _check_causal(model, source)
     return model if folder is None else (PeftModel.from_pretrained(model, folder) if is_adapter else model).eval()
 
 
@@ -179,6 +180,10 @@ def compute_perplexity(losses: np.ndarray, tokens: np.ndarray) -> dict[str, floa
     return {"loss": loss, "perplexity": float(np.exp(loss))}
 
 
+class PromptTooLong(ValueError):
+    """A prompt fills all positions that a model has."""
+
+
 @torch.inference_mode()
 def answer(
     model: Any, tokenizer: Any, prompt: Any, form: str, *, max_new_tokens: int = 64, temperature: float = 0.0
@@ -202,7 +207,7 @@ def answer(
     length = inputs["input_ids"].shape[1]
     most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if most is not None and length >= most:
-        raise ValueError(f"The prompt has {length} tokens, and with an answer the model reads at most {most}.")
+        raise PromptTooLong(f"The prompt has {length} tokens, and with an answer the model reads at most {most}.")
     ends = model.generation_config.eos_token_id
     ends = {*(ends if isinstance(ends, list) else [ends]), tokenizer.eos_token_id} - {None}
     chance: dict[str, Any] = {"do_sample": temperature > 0, "temperature": temperature or None}
@@ -233,7 +238,7 @@ def measure_beside(run: Any, rows: Dataset) -> dict[str, Any]:
     asked = [split_prompt(row) for row in rows.select(range(min(SAMPLE_ANSWERS, len(rows))))]
     found["answers"] = []
     for prompt, reference in asked:
-        with suppress(ValueError):  # longer than the model can read
+        with suppress(PromptTooLong):
             if prompt:
                 said = answer(model, run.prepared.tokenizer, prompt, run.prepared.task.form)
                 question = prompt if isinstance(prompt, str) else prompt[-1]["content"]

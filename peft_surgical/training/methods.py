@@ -87,12 +87,11 @@ def check_layers(options: Options, model: nn.Module | None) -> None:
             resolve_layers(model, _in_stack(options, choice))
         return
     ranking = LayerRanking.load(file) if file is not None else None
+    if ranking is not None:
+        ranking.check_model(model, f"--ranking {file}")
     stack = choose_stack(model, options.get("stack") if ranking is None else ranking.stack)
-    depth = len(stack)
-    if ranking is not None and len(ranking.scores) != depth:
-        raise ValueError(f"--ranking {file} ranks {len(ranking.scores)} layers; {stack.name} has {depth}.")
-    if top_k is not None and top_k > depth:
-        raise ValueError(f"--top-k {top_k}: {stack.name} has {depth} layers; allowed are 1 to {depth}.")
+    if top_k is not None and top_k > len(stack):
+        raise ValueError(f"--top-k {top_k}: {stack.name} has {len(stack)} layers; allowed are 1 to {len(stack)}.")
 
 
 def check_tuned_layers(options: Options, model: nn.Module | None) -> None:
