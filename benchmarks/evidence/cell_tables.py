@@ -49,10 +49,11 @@ def cells_table(results: Results, few: int = 0) -> str:
     """Ways to choose k layers, each at a rate of its own (of a decoder, at one for each k)."""
     measured = CellValues(results, few)
     has_others, rows = measured.learnt != measured.tasks, []
+    tasks_for_rates = {few_rows.named(task, few) for task in RATE_TASKS}
     for name in measured.names():
         rate, of_cell = measured.cell(name)
         tasks = [task for task in measured.learnt if any(t == task for t, _ in of_cell)]
-        if math.isnan(rate) or len(tasks) < len(RATE_TASKS):
+        if math.isnan(rate) or not tasks_for_rates <= set(tasks):
             continue
         against = measured.difference(name, "full")
         every = measured.difference(name, "full", measured.tasks)
@@ -120,13 +121,14 @@ def pairs_table(results: Results) -> str:
     """Ways to choose layers, and methods, against one another, paired by task and seed."""
     measured, rows = CellValues(results), []
     lora = measured.cell_name("lora")
+    loras = dict.fromkeys((lora, "lora-16"))
     kinds = ("alternate", "middle", "fisher", "last", "random")
     pairs = [(f"spread:{k}", f"{other}:{k}") for k in measured.counts for other in kinds]
     pairs += [(f"fisher:{k}", f"random:{k}") for k in measured.counts] + [("fisher", "fisher_after_epoch")]
-    pairs += [("spread", lora), ("best", "spread"), ("best", "full"), ("best", "best_seed")]
+    pairs += [*(("spread", other) for other in loras), ("best", "spread"), ("best", "full"), ("best", "best_seed")]
     pairs += [("spread:7@2e-05", "full"), *(("spread:7@5e-05", other) for other in ("full", lora, "spread:7@2e-05"))]
-    pairs += [("attention", other) for other in ("full", lora, "spread", "fisher")]
-    pairs += [(name, other) for name in ("columns-32", "turns-2-50-shuffled") for other in (lora, "full")]
+    pairs += [("attention", other) for other in ("full", *loras, "spread", "fisher")]
+    pairs += [(name, other) for name in ("columns-32", "turns-2-50-shuffled") for other in (*loras, "full")]
     pairs += [(name, "alternate") for name in methods.HALVED]
     for name, other in pairs:
         found, every = (
@@ -160,7 +162,7 @@ METHODS = {
     "fisher_after_epoch": "most Fisher information after an epoch",
     "columns-32": "32 columns of all linear maps",
     "turns-2-50-shuffled": "all layers in turns of two",
-    "lora-16": "LoRA",
+    "lora-16": "LoRA of all linear maps, r = 16",
     "lora-II": "LoRA of the attention, r = 64",
     "bf16": "every other layer in bfloat16",
     "bf16-stochastic": "every other layer in bfloat16, stochastically rounded",

@@ -132,7 +132,9 @@ def criteria_table(results: Results) -> str:
     chosen_on = [task for task in plans.CHOOSE_ON if task in results.tasks]
     confirmed_on = [task for task in plans.CONFIRM_ON if task in results.tasks]
     noisiest, rest = results.without_noisiest(list(criteria_plans(results)))
-    rows = []
+    spread = f"spread:{results.k}"  # added later, without the tasks that are rated anew since
+    with_spread = [task for task in results.tasks if results.values(spread, task)]
+    has_spread, rows = len(with_spread) > len(plans.RATE_TASKS), []
     for plan, name in criteria_plans(results).items():
         score = plan.partition(":")[0]
         seconds = [r[score]["seconds"] for r in results.rankings.values() if score in r]
@@ -140,15 +142,14 @@ def criteria_table(results: Results) -> str:
         found = results.difference(plan, "full", results.tasks)
         took = number(float(np.median(seconds)), 1) if seconds else ""
         fewer = results.difference(plan, "full", rest)
-        rows.append(
-            [name, results.seeds_of(plan), *cells, str(found), str(fewer), f"{found.better}:{found.worse}", took]
-        )
+        cells += [str(found), str(fewer), f"{found.better}:{found.worse}"]
+        cells += [str(results.difference(plan, spread, with_spread))] * has_spread
+        rows.append([name, results.seeds_of(plan), *cells, took])
     rows.sort(key=lambda row: -float(row[4]) if row[4] != MISSING else 0)
     header = ["layers", "seeds", f"choosing half ({len(chosen_on)})", f"confirming half ({len(confirmed_on)})"]
-    return table(
-        [*header, "all tasks", f"minus full {INTERVALS}", f"without {noisiest}", "better:worse", "seconds to rank"],
-        rows,
-    )
+    header += ["all tasks", f"minus full {INTERVALS}", f"without {noisiest}", "better:worse"]
+    header += [f"minus equal distances, {len(with_spread)} tasks"] * has_spread
+    return table([*header, "seconds to rank"], rows)
 
 
 def criteria_rule(results: Results) -> str:
