@@ -44,7 +44,9 @@ Encoding = Annotated[
 ]
 MaxError = Annotated[
     float,
-    typer.Option(help="With --encoding auto: the most a tensor may be off, as a part of its difference. 0: exact."),
+    typer.Option(
+        min=0.0, help="With --encoding auto: the most a tensor may be off, as a part of its difference. 0: exact."
+    ),
 ]
 
 

@@ -178,7 +178,7 @@ def evaluate(
         list[str] | None, typer.Option(help="Column with the text in other data; twice for two. Found if not given.")
     ] = None,
     label_column: Annotated[str | None, typer.Option(help="Column with the label. Found if not given.")] = None,
-    batch_size: Annotated[int | None, typer.Option(help="Rows per batch.")] = None,
+    batch_size: Annotated[int | None, typer.Option(min=1, help="Rows per batch.")] = None,
     output: Annotated[Path | None, typer.Option(help="Save the metrics here (.json).")] = None,
     predictions: Annotated[
         Path | None, typer.Option(help="Save each row with its prediction here (.csv, .jsonl, .parquet).")
@@ -226,7 +226,7 @@ def predict(
     temperature: Annotated[
         float, typer.Option(min=0.0, help="How much chance is in what it says; 0: the likeliest token each time.")
     ] = 0.0,
-    seed: Annotated[int, typer.Option(help="Seed of that chance.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of that chance.")] = 0,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Save the answers here (.csv, .jsonl, .parquet).")
     ] = None,

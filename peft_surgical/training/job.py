@@ -136,6 +136,7 @@ class TrainingJob:
             "Average the ranking over this many freshly drawn heads, and tell how much the order depends on the head; "
             "0: the head that training starts with.",
             kinds=LABELLED,
+            not_negative=True,
         ),
     ] = 0
     stack: Annotated[str | None, _RANKING("Which stack of layers, for models with several (encoder, decoder).")] = None
@@ -180,7 +181,7 @@ class TrainingJob:
     learning_rate: Annotated[
         float | None, Option(f"Default by method: {_RATES}.", names=("--learning-rate", "--lr"), positive=True)
     ] = None
-    weight_decay: Annotated[float, _TRAINING("Weight decay of AdamW.")] = 0.01
+    weight_decay: Annotated[float, _TRAINING("Weight decay of AdamW.", not_negative=True)] = 0.01
     warmup: Annotated[float, _TRAINING("The part of the steps in which the learning rate rises.", fraction=True)] = (
         0.06
     )
@@ -188,7 +189,7 @@ class TrainingJob:
         str | None,
         _TRAINING("Another optimizer of transformers than AdamW, such as adamw_bnb_8bit (of bitsandbytes, on a GPU)."),
     ] = None
-    max_grad_norm: Annotated[float, _TRAINING("Gradients are scaled down to this norm.")] = 1.0
+    max_grad_norm: Annotated[float, _TRAINING("Gradients are cut to this norm; 0: no limit.", not_negative=True)] = 1.0
     bf16: Annotated[bool, _TRAINING("Compute in bfloat16 where safe.")] = False
     fp16: Annotated[bool, _TRAINING("Compute in float16 where safe.")] = False
     gradient_checkpointing: Annotated[bool, _TRAINING("Less memory, more time.")] = False
@@ -217,7 +218,7 @@ class TrainingJob:
     dequantize: Annotated[
         bool, _LANGUAGE("Tune layers of a quantised base in the type that it was quantised from.")
     ] = False
-    seed: Annotated[int, _RUN("Seed of the new head and of all draws.")] = 0
+    seed: Annotated[int, _RUN("Seed of the new head and of all draws.", not_negative=True)] = 0
     keep_checkpoints: Annotated[bool, _RUN("Keep the checkpoints after the run, to train longer later.")] = False
     log_every: Annotated[
         int | None,

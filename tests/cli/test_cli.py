@@ -458,6 +458,10 @@ def test_a_config_has_options_by_name(tmp_path):
     numbers = {"top_k": 2, "learning_rate": 5e-5, "epochs": 3.0, "n1": 0.2}
     assert fields == {"model": "m", **numbers, "bf16": True, "text_columns": ("a",)}
     assert isinstance(fields["epochs"], float)
+    file.write_text("lr: 5e-5\ntext_column: [a, b]\ntarget-module: query\n--max-steps: 3\n")  # as the flags are called
+    assert read_config(file) == {
+        "learning_rate": 5e-5, "text_columns": ("a", "b"), "target_modules": ("query",), "max_steps": 3
+    }  # fmt: skip
     for written, read in (("[0, 3-4]", (0, "3-4")), ("last:25%", "last:25%"), ("3,-1", (3, -1)), ("5", (5,))):
         file.write_text(f"layers: {written}")
         assert read_config(file) == {"layers": read}
@@ -466,7 +470,9 @@ def test_a_config_has_options_by_name(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("epoch: 3", "'epoch' is no option; see epochs"),
+        ("epoch: 3", "'epoch' is no option of a job; see epochs"),
+        ("text_colum: a", "see text_column"),
+        ("lr: 1\nlearning_rate: 2", "'learning_rate' is there twice"),
         ("epochs: many", "epochs: many: allowed is a number"),
         ("epochs: true", "epochs: True: allowed is a number"),
         ("bf16: 1", "bf16: 1: allowed is true or false"),

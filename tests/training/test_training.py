@@ -469,7 +469,7 @@ def test_a_mistake_in_the_data_leaves_no_folder_behind(job, tmp_path):
         ({"task": "tagging"}, "--task tagging: allowed are"),
         ({"dtype": "int8"}, "--dtype int8: allowed are"),
         ({"warmup": 1.5}, "--warmup 1.5: allowed are fractions from 0 to below 1"),
-        ({"epochs": 0}, "--epochs 0 must be above 0"),
+        ({"epochs": 0}, "--epochs 0: allowed are numbers above 0"),
         ({"method": "surgical", "layers": "last:2", "top_k": 2}, "--layers last:2 and --top-k both choose"),
         ({"method": "surgical", "layers": "last:2", "ranking": "r"}, "--layers last:2 and --ranking both choose"),
         ({"layers": "last:2", "score": "fisher"}, "--layers last:2 and --score both choose"),
@@ -479,8 +479,8 @@ def test_a_mistake_in_the_data_leaves_no_folder_behind(job, tmp_path):
         ({"method": "full", "lora_r": 4}, "--lora-r has no meaning with --method full; it goes with spafit, lora"),
         ({"bf16": True, "fp16": True}, "--bf16 and --fp16"),
         ({"early_stopping": 1, "select_on": "none"}, "--early-stopping looks at the rows that --select-on none"),
-        ({"early_stopping": 0}, "--early-stopping 0 must be above 0"),
-        ({"log_every": 0}, "--log-every 0 must be above 0"),
+        ({"early_stopping": 0}, "--early-stopping 0: allowed are numbers above 0"),
+        ({"log_every": 0}, "--log-every 0: allowed are numbers above 0"),
     ],
 )
 def test_options_that_make_no_sense_are_refused_by_name(options, message):
@@ -670,7 +670,9 @@ def test_a_typo_is_told_before_the_model_is_loaded_and_leaves_no_folder(job, tmp
     "options",
     [
         *({name: value} for name in ("top_k", "max_train_samples", "lora_r", "lora_alpha") for value in (0, -1)),
-        {"learning_rate": 0.0},
+        *({name: value} for name in ("epochs", "learning_rate") for value in (0.0, float("inf"), float("nan"))),
+        *({name: -1} for name in ("weight_decay", "max_grad_norm", "seed", "head_seeds")),
+        *({"max_steps": value} for value in (0, -2)),
         {"lora_dropout": 1.0},
     ],
 )
