@@ -176,7 +176,7 @@ def show_start(console: Console, run: TrainingRun) -> None:
         ("Choose on", f"{len(parts.selection):,} rows: {parts.selection_name}" if parts.selection else "nothing"),
         ("Measure on", f"{len(parts.evaluation):,} rows: {parts.evaluation_name}"),
         *([("Most are", describe_majority(run.majority))] if run.majority else []),
-        ("Method", f"{job.method}, {job.about}; learning rate {job.learning_rate_for(task.kind):g}"),
+        ("Method", f"{job.method}, {job.about}; learning rate {run.learning_rate:g}"),
     ]
     show_table(console, rows)
     if parts.optimistic:

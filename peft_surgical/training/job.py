@@ -53,8 +53,8 @@ class TrainingJob:
     Example:
 
         >>> job = TrainingJob(model="m", data="d", output="o", method="last", top_k=3)
-        >>> job.learning_rate_for("classification")
-        0.0001
+        >>> job.learning_rate_for(decoder=False), job.learning_rate_for(decoder=True)
+        (0.0001, 5e-05)
     """
 
     model: Annotated[str, Option("Base model: a folder, or a name on the hub.")]
@@ -237,10 +237,10 @@ class TrainingJob:
     def __post_init__(self) -> None:
         check_options(self)
 
-    def learning_rate_for(self, kind: str) -> float:
-        """The peak learning rate: the one given, else the method's own for a kind of task."""
+    def learning_rate_for(self, decoder: bool) -> float:
+        """The peak learning rate: the one given, else the method's own, on a decoder or on another model."""
         method = METHODS[self.method]
-        own = method.language_rate if kind == CAUSAL_LM else None
+        own = method.decoder_rate if decoder else None
         return next(rate for rate in (self.learning_rate, own, method.learning_rate) if rate is not None)
 
     @property

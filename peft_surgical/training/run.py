@@ -32,7 +32,7 @@ from peft_surgical.training.card import (
     remove_checkpoints,
     write_model_card,
 )
-from peft_surgical.training.common import count_steps
+from peft_surgical.training.common import count_steps, is_decoder
 from peft_surgical.training.evaluation import majority, make_trainer, precision_restored, shared_arguments
 from peft_surgical.training.job import TrainingJob
 from peft_surgical.training.methods import AUTO, METHODS
@@ -66,6 +66,7 @@ class TrainingRun:
         self.prepared = prepare(job)
         self.is_language = self.prepared.task.kind == CAUSAL_LM
         self.metric = job.metric_for(self.prepared.task.kind)
+        self.learning_rate = job.learning_rate_for(self.is_language or is_decoder(self.prepared.model.config))
         METHODS[job.method].check(job.method_options, self.prepared.model)
         self.total_parameters = sum(p.numel() for p in self.prepared.model.parameters())
         self.majority = majority(self.prepared.parts.evaluation, self.prepared.task.labels)
@@ -172,7 +173,7 @@ class TrainingRun:
     def make_trainer(self, metric: str | None = None) -> Any:
         """The Trainer of the adapted model, which chooses its best checkpoint by a metric if there is one."""
         prepared, selection = self.prepared, self.prepared.parts.selection
-        arguments = training_arguments(self.job, self.model, metric, prepared.task.kind)
+        arguments = training_arguments(self.job, self.model, metric, self.learning_rate)
         callbacks = [*self.callbacks, LossOfEpochs()]
         if metric is not None and self.job.early_stopping is not None:
             callbacks.append(EarlyStoppingCallback(self.job.early_stopping))
@@ -220,7 +221,7 @@ def train(job: TrainingJob, *, resume: bool = False, overwrite: bool = False) ->
     return results
 
 
-def training_arguments(job: TrainingJob, model: nn.Module, metric: str | None, kind: str) -> dict[str, Any]:
+def training_arguments(job: TrainingJob, model: nn.Module, metric: str | None, rate: float) -> dict[str, Any]:
     """The arguments of the Trainer that trains `model`; without a metric the last checkpoint is taken."""
     more = shared_arguments(job)
     if metric is not None:
@@ -242,7 +243,7 @@ def training_arguments(job: TrainingJob, model: nn.Module, metric: str | None, k
         "num_train_epochs": job.epochs,
         "max_steps": job.max_steps,
         "gradient_accumulation_steps": job.gradient_accumulation,
-        "learning_rate": job.learning_rate_for(kind),
+        "learning_rate": rate,
         "weight_decay": job.weight_decay,
         "max_grad_norm": job.max_grad_norm,
         "save_strategy": "epoch",

@@ -60,20 +60,29 @@ RANKED = {"method": "surgical", "score": "fisher", "samples": 20}
 
 
 @pytest.mark.parametrize(
-    ("method", "kind", "given", "rate"),
+    ("method", "decoder", "given", "rate"),
     [
-        ("full", "classification", None, 5e-5),
-        ("surgical", "classification", None, 1e-4),
-        ("surgical", "causal-lm", None, 5e-5),
-        ("last", "causal-lm", None, 5e-5),
-        ("full", "causal-lm", None, 1e-5),
-        ("full", "causal-lm", 3e-5, 3e-5),
-        ("lora", "causal-lm", None, 3e-4),
+        ("full", False, None, 5e-5),
+        ("surgical", False, None, 1e-4),
+        ("surgical", True, None, 5e-5),
+        ("last", True, None, 5e-5),
+        ("full", True, None, 1e-5),
+        ("full", True, 3e-5, 3e-5),
+        ("lora", True, None, 3e-4),
     ],
 )
-def test_the_learning_rate_is_the_one_given_or_that_of_the_evidence(method, kind, given, rate):
+def test_the_learning_rate_is_the_one_given_or_that_of_the_evidence(method, decoder, given, rate):
     job = TrainingJob(model="m", data="d", output="o", method=method, learning_rate=given)
-    assert job.learning_rate_for(kind) == rate
+    assert job.learning_rate_for(decoder) == rate
+
+
+@pytest.mark.parametrize(
+    ("family", "rate"), [("bert", 1e-4), ("t5", 1e-4), ("bart", 1e-4), ("gpt2", 5e-5), ("llama", 5e-5)]
+)
+def test_a_decoder_has_its_own_rate_also_for_labels(job, tmp_path, family, rate):
+    stack = "encoder" if family in ("t5", "bart") else None
+    asked = job(model=str(save_base(tmp_path / family, family)), stack=stack, learning_rate=None)
+    assert TrainingRun(asked).learning_rate == rate
 
 
 @pytest.mark.parametrize(
