@@ -11,10 +11,11 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from datasets import ClassLabel, Dataset, DatasetDict, load_dataset, load_from_disk
+from datasets import ClassLabel, Dataset, DatasetDict, Value, concatenate_datasets, load_dataset, load_from_disk
 
 
 FORMATS = {".parquet": "parquet", ".csv": "csv", ".tsv": "csv", ".jsonl": "json", ".json": "json"}
@@ -50,6 +51,11 @@ def find_split(splits: Mapping[str, Any] | Iterable[str], role: str) -> str | No
     names = [*splits]
     found = [start for start in starts if start in names] or [name for name in names if name.startswith(starts)]
     return found[0] if found else None
+
+
+def is_text(feature: Any) -> bool:
+    """Whether a column holds one text a row."""
+    return isinstance(feature, Value) and feature.dtype in ("string", "large_string")
 
 
 def check_columns(data: Dataset, columns: Iterable[str], option: str = "--text-column") -> None:
@@ -177,12 +183,30 @@ def _read_files(files: list[Path], encoding: str) -> Dataset:
         for mark, name in ((";", "semicolons"), ("\t", "tabs")):
             if mark in head and "," not in head:
                 raise ValueError(f"--data {files[0]}: it has {name} between its columns. Save it with commas.")
+    read = partial(load_dataset, FORMATS[suffix], data_files=[str(f) for f in files], split="train")
     try:
-        return load_dataset(FORMATS[suffix], data_files=[str(f) for f in files], split="train", **options)
+        data = read(**options)
+        words = _columns_with_words_left_out(data) if FORMATS[suffix] == "csv" else []
+        if words:
+            texts = read(**options, usecols=words, keep_default_na=False, na_values=[""])
+            kept = [data.remove_columns(words)] if len(words) < len(data.column_names) else []
+            data = concatenate_datasets([*kept, texts], axis=1).select_columns(data.column_names)
+        return data
     except Exception as error:
+        blank = [file for file in files if not file.read_bytes().strip()]
+        if blank or "corresponds to no data" in str(error):
+            raise ValueError(f"--data {(blank or files)[0]}: the file has no rows.") from error
         cause = error.__cause__ or error
         hint = " Name another with --encoding, such as latin-1." if isinstance(cause, UnicodeDecodeError) else ""
         raise ValueError(f"--data {files[0]} cannot be read: {cause}{hint}") from error
+
+
+def _columns_with_words_left_out(data: Dataset) -> list[str]:
+    """The columns of texts of a csv file some of which are not there: pandas takes NA, null, None and the like for
+    nothing, which it is among numbers."""
+    columns = {name: data.data.column(name) for name in data.column_names}
+    words = [name for name, column in columns.items() if is_text(data.features[name]) or not column.drop_null()]
+    return [name for name in words if columns[name].null_count]
 
 
 def _quoting(files: list[Path], encoding: str) -> int:
