@@ -268,7 +268,9 @@ def check_plot(option: str, path: Path | None) -> None:
     if path is not None:
         check_writable(option, path, (".png", ".pdf", ".svg"))
         if find_spec("matplotlib") is None:
-            raise ImportError(f'{option} needs matplotlib, which is not installed: pip install "peft-surgical[plot]"')
+            from peft_surgical.compat import install
+
+            raise ImportError(f"{option} needs matplotlib, which is not installed: {install('plot')}")
 
 
 def size(count: float, unit: str = "B") -> str:

@@ -52,10 +52,14 @@ def max_length(job: TrainingJob, tokenizer: Any, model: nn.Module, default: int 
 
 def load_tokenizer(model: str) -> Any:
     """The tokenizer of a model; one without a padding token pads with its end-of-text token."""
+    allowed = "allowed are a folder with a model and its tokenizer, and a name on the hub such as bert-base-cased"
+    if model.startswith((".", "/", "~")) and not Path(model).is_dir():
+        raise ValueError(f"--model {model}: there is no such folder; {allowed}.")
     try:
         tokenizer = AutoTokenizer.from_pretrained(model)
     except (OSError, ValueError) as error:
-        raise ValueError(f"--model {model}: no tokenizer could be loaded from there: {error}") from error
+        where = "this folder" if Path(model).is_dir() else "the hub, and there is no such folder here"
+        raise ValueError(f"--model {model}: no tokenizer could be loaded from {where}; {allowed}. {error}") from error
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
     return tokenizer

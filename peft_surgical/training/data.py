@@ -108,9 +108,18 @@ def split_rows(task: Task, job: Any) -> Parts:
     train_name = find_split(task.splits, "train")
     if train_name is None:
         raise ValueError(f"There is no training split; the splits with labels are: {[*task.splits]}.")
-    for option, name in (("--eval-split", job.eval_split), ("--select-on", select_on)):
+    for option, name, words in (
+        ("--eval-split", job.eval_split, ()),
+        ("--select-on", select_on, ("held-out", "none")),
+    ):
         if name == train_name:
             raise ValueError(f"{option} {name}: these rows are trained on, so to measure on them would say nothing.")
+        allowed = [*words, *(split for split in task.splits if split != train_name)]
+        if name is not None and name not in allowed:
+            listed = (
+                f"allowed are {', '.join(allowed)}" if allowed else f"there is no split with labels but {train_name}"
+            )
+            raise ValueError(f"{option} {name}: {listed}.")
     train = task.split(train_name)
     eval_split = job.eval_split or find_split(task.splits, "validation") or find_split(task.splits, "test")
     cut = f"{held_out:.0%} of the {train_name} split"

@@ -313,7 +313,11 @@ def test_warnings_of_the_package_are_shown(run, base, out, tmp_path):
     ("options", "message"),
     [
         (["--data", "nowhere.csv"], "no such file or folder"),
-        (["--model", "./nowhere"], "no tokenizer could be loaded"),
+        (["--model", "./nowhere"], "--model ./nowhere: there is no such folder; allowed are a folder"),
+        (
+            ["--model", "nowhere"],
+            "--model nowhere: no tokenizer could be loaded from the hub, and there is no such folder",
+        ),
         (["--method", "magic"], "allowed are surgical, last, full, head, spafit, columns, lora"),
         (["--layers", "9"], "layers 0 to 3"),
         (["--top-k", "9"], "encoder has 4 layers; allowed are 1 to 4"),
