@@ -59,10 +59,11 @@ def train(
         ),
     ] = None,
 ) -> None:
-    """Tune a model on a task: rank the layers, tune the chosen ones, keep the best checkpoint, save what changed.
+    """Tune some layers of a model on a task, keep the best checkpoint, save what changed.
 
-    Layers are ranked on training rows, the checkpoint is chosen on rows held out of them, and the evaluation rows are
-    looked at once, at the end. The output folder gets the adapter (with `--method full` the whole model), the ranking,
+    The layers lie at equal distances, unless `--layers` names others, or `--score` or `--ranking` ranks them. They are
+    ranked on training rows, the checkpoint is chosen on rows held out of them, and the evaluation rows are looked at
+    once, at the end. The output folder gets the adapter (with `--method full` the whole model), the ranking,
     `metrics.json`, a model card, and `run.yaml`, with which `--config` runs it again.
     """
     from tqdm import tqdm

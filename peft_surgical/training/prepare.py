@@ -5,7 +5,6 @@ from __future__ import annotations
 import codecs
 from collections.abc import Callable
 from dataclasses import dataclass
-from difflib import get_close_matches
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -93,9 +92,8 @@ def _check_options(job: TrainingJob) -> None:
         try:
             LayerRanking.load(job.ranking)
         except (OSError, ValueError) as error:
-            raise ValueError(
-                f"--ranking {job.ranking} names no saved ranking, which `peft-surgical rank --output FILE` writes: {error}"
-            ) from error
+            made = "`peft-surgical rank --output FILE` writes one"
+            raise ValueError(f"--ranking {job.ranking} names no saved ranking; {made}: {error}") from error
     if job.chat_template is not None and not Path(job.chat_template).is_file():
         raise ValueError(f"--chat-template {job.chat_template}: there is no such file.")
     services = ("none", "all", *INTEGRATION_TO_CALLBACK)
@@ -119,10 +117,7 @@ def _check_options(job: TrainingJob) -> None:
 def _check_optimizer(name: str) -> None:
     allowed = [optimizer.value for optimizer in OptimizerNames]
     if name not in allowed:
-        near = f", the nearest {close[0]}" if (close := get_close_matches(name, allowed, 1, 0.4)) else ""
-        raise ValueError(
-            f"--optim {name}: transformers has none of this name{near}. Allowed are {', '.join(allowed)}."
-        )
+        raise ValueError(f"--optim {name}: transformers has none of this name; allowed are {', '.join(allowed)}.")
     if "bnb" in name or ("8bit" in name and "torch" not in name):  # adamw_torch_8bit is of torchao
         if find_spec("bitsandbytes") is None:
             raise ImportError(f"--optim {name} is of bitsandbytes, which is not installed: pip install bitsandbytes")

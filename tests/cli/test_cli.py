@@ -70,6 +70,7 @@ def test_help_names_the_commands_and_their_defaults(run):
     for command in ("rank", "train", "evaluate", "demo"):
         assert command in words
     words = flat(run("train", "--help").replace("│", " "))
+    assert "The layers lie at equal distances, unless --layers names others" in words
     rates = "surgical 0.0001 (decoders 5e-05), last 0.0001 (decoders 5e-05), "
     rates += "full 5e-05 (decoders 1e-05), head 0.0003, spafit 0.0002, "
     rates += "columns 0.0003, lora 0.0003"

@@ -343,7 +343,7 @@ def test_rows_of_the_evaluation_that_were_trained_on_are_counted():
     [
         ({"eval_split": "train"}, "--eval-split train"),
         ({"select_on": "train"}, "--select-on train"),
-        ({"select_on": "nowhere"}, "no labelled rows called 'nowhere'"),
+        ({"select_on": "nowhere"}, "--select-on nowhere: allowed are held-out, none, validation"),
         ({"held_out": 0.001}, "--held-out 0.001 of 50 rows is 0 rows"),
     ],
 )
