@@ -69,6 +69,7 @@ def train(
     from tqdm import tqdm
 
     from peft_surgical.distributed import this_process
+    from peft_surgical.training.checkpoints import CHECKPOINTS, newest_checkpoint
     from peft_surgical.training.planning import plan_before_steps
     from peft_surgical.training.progress import ProgressLines, StepBar
     from peft_surgical.training.run import TrainingRun
@@ -94,7 +95,7 @@ def train(
         if this_process().num_processes == 1:  # several may share what is counted here as one's
             show_table(console, plan_lines(plan_before_steps(part)))
         if part.checkpoint is not None:
-            console.print(f"Going on from {describe_checkpoint(part)}.")
+            console.print(f"Going on from {describe_checkpoint(part, part.checkpoint)}.")
 
     try:
         show_ranking(console, run)
@@ -105,7 +106,7 @@ def train(
         run.fit(begin)
         results = run.finish()
     except KeyboardInterrupt:
-        place = describe_checkpoint(current)
+        place = describe_checkpoint(current, newest_checkpoint(current.folder / CHECKPOINTS))
         if current is not run:
             is_done = "seconds" in run.tried["choices"][choice := current.job.layers]
             place = f"the end of {choice}" if is_done else f"{choice}, {place}"
@@ -117,11 +118,8 @@ def train(
     _show_end(console, job, results, plot)
 
 
-def describe_checkpoint(run: TrainingRun) -> str:
-    """From where a run goes on if it is resumed now, in words."""
-    from peft_surgical.training.card import CHECKPOINTS, newest_checkpoint
-
-    checkpoint = newest_checkpoint(run.folder / CHECKPOINTS)
+def describe_checkpoint(run: TrainingRun, checkpoint: Path | None) -> str:
+    """From where a run goes on with a checkpoint, in words."""
     if checkpoint is None:
         return "the start, for there is no checkpoint before the end of the first epoch"
     state = json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))

@@ -7,6 +7,7 @@ rows are looked at once, when all is decided.
 from __future__ import annotations
 
 import csv
+import hashlib
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -146,6 +147,15 @@ def split_rows(task: Task, job: Any) -> Parts:
         optimistic=select_on == eval_split,
         overlap=_overlap(evaluation, [train] + ([] if select_on in ("none", eval_split) else [selection])),
     )
+
+
+def describe_rows(task: Task, parts: Parts) -> dict[str, Any]:
+    """What the rows that a run trains and chooses on are known by later: how many train, and a hash of them all."""
+    digest = hashlib.sha256(repr(task.labels).encode())
+    for rows in (parts.train, parts.selection):
+        for batch in rows.iter(1000) if rows else ():
+            digest.update(repr(batch).encode())
+    return {"train": len(parts.train), "sha256": digest.hexdigest()}
 
 
 def train_test_split(data: Dataset, part: float, seed: int) -> tuple[Dataset, Dataset]:

@@ -264,12 +264,13 @@ class TrainingJob:
         check_metric(self.metric, [kind], f"for {kind} ")
         return self.metric or METRICS[kind][0]
 
-    def save(self, folder: str | Path) -> None:
-        """Write the job into a folder, as `job.json`, and what can be run again elsewhere as `run.yaml`."""
+    def save(self, folder: str | Path, rows: Any = None) -> None:
+        """Write the job into a folder, as `job.json`, with what its rows are known by, and what can be run again
+        elsewhere as `run.yaml`."""
         import yaml
 
         fields = dataclasses.asdict(self)
-        write_text(Path(folder) / JOB_FILE, json.dumps(fields, indent=2) + "\n")
+        write_text(Path(folder) / JOB_FILE, json.dumps({**fields, "rows": rows}, indent=2) + "\n")
         given = {name: value for name, value in fields.items() if value not in (None, ()) and name not in OWN_PLACES}
         given = {name: [*value] if isinstance(value, tuple) else value for name, value in given.items()}
         about = f"# peft-surgical train --config {CONFIG_FILE} --output FOLDER\n"
@@ -288,6 +289,7 @@ class TrainingJob:
         if not file.exists():
             raise ValueError(f"{folder} was not written by `peft-surgical train`: it holds no {JOB_FILE}.")
         saved = json.loads(file.read_text(encoding="utf-8"))
+        saved.pop("rows", None)
         fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in saved.items()}
         if fields.get("method") not in methods_with("score"):
             fields.pop("score", None)  # the default of version 0.1.0

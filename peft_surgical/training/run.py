@@ -20,19 +20,16 @@ from peft_surgical.methods.rotate import RotateLayers
 from peft_surgical.methods.rounding import round_stochastically
 from peft_surgical.ranking.rank import LayerRanking
 from peft_surgical.training.auto import try_layers
-from peft_surgical.training.card import (
+from peft_surgical.training.card import METRICS_FILE, RANKING_FILE, check_folder, check_rows, push, write_model_card
+from peft_surgical.training.checkpoints import (
     CHECKPOINTS,
-    METRICS_FILE,
-    RANKING_FILE,
-    check_folder,
     checkpoint_folders,
     is_at_end,
     newest_checkpoint,
-    push,
     remove_checkpoints,
-    write_model_card,
 )
 from peft_surgical.training.common import count_steps, is_decoder
+from peft_surgical.training.data import describe_rows
 from peft_surgical.training.evaluation import majority, make_trainer, precision_restored, shared_arguments
 from peft_surgical.training.job import TrainingJob
 from peft_surgical.training.methods import AUTO, METHODS
@@ -73,12 +70,15 @@ class TrainingRun:
         self.ranking: LayerRanking | None = None
         self.tried: dict[str, Any] = {}
         self.seconds: dict[str, float] = {}
+        rows = describe_rows(self.prepared.task, self.prepared.parts)
+        if resume:
+            check_rows(self.folder, rows)
         if this_process().is_main_process:
             if overwrite:
                 shutil.rmtree(self.folder, ignore_errors=True)
             self.folder.mkdir(parents=True, exist_ok=True)
             (self.folder / METRICS_FILE).unlink(missing_ok=True)  # of a run that is to be longer
-            job.save(self.folder)
+            job.save(self.folder, rows)
         this_process().wait_for_everyone()
         self.checkpoint = newest_checkpoint(self.folder / CHECKPOINTS) if resume else None
 

@@ -21,7 +21,7 @@ from transformers import AutoModelForSequenceClassification, TrainerCallback
 import peft_surgical.training.prepare as prepare_module
 from peft_surgical import LayerRanking
 from peft_surgical.training import METHODS, TrainingJob, TrainingRun, evaluate, train
-from peft_surgical.training.card import newest_checkpoint
+from peft_surgical.training.checkpoints import newest_checkpoint
 from peft_surgical.training.common import load_classifier, load_tokenizer, load_trained
 from peft_surgical.training.evaluation import majority
 
@@ -409,6 +409,63 @@ def test_a_checkpoint_that_was_not_written_to_its_end_is_passed_over(tmp_path):
     assert newest_checkpoint(tmp_path / "nothing") is None
 
 
+@pytest.mark.parametrize(
+    "name", ["optimizer.pt", "rng_state.pth", "training_args.bin", "adapter_model.safetensors", "trainer_state.json"]
+)
+def test_a_checkpoint_with_a_file_that_is_cut_off_is_told_and_passed_over(job, tmp_path, caplog, name):
+    asked = job(epochs=4, keep_checkpoints=True, select_on="none")
+    whole, first, wanted = train(asked), weights(asked.output), tmp_path / "out" / "checkpoints"
+    (tmp_path / "out" / "metrics.json").unlink()  # as if it were killed at its end
+    kept = sorted(int(path.name.rpartition("-")[2]) for path in wanted.iterdir())
+    cut = wanted / f"checkpoint-{kept[-1]}" / name
+    cut.write_bytes(cut.read_bytes()[:-100])
+    assert newest_checkpoint(wanted) == wanted / f"checkpoint-{kept[-2]}"
+    assert f"{cut} is missing or cut off: checkpoint-{kept[-1]} is skipped" in caplog.text
+    assert train(asked, resume=True)["history"] == whole["history"]
+    assert same(weights(asked.output), first)
+
+
+def test_a_best_checkpoint_that_is_cut_off_ends_no_run(job, tmp_path, caplog):
+    asked = job(
+        epochs=2, keep_checkpoints=True, learning_rate=1e-12
+    )  # the first epoch is the best, the second the last
+    train(asked)
+    best = tmp_path / "out" / "checkpoints" / "checkpoint-4" / "adapter_model.safetensors"
+    best.write_bytes(best.read_bytes()[:-100])
+    assert newest_checkpoint(best.parents[1]) is None
+    assert f"No checkpoint in {best.parents[1]} is whole, so the run starts from the beginning" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda rows: rows.select(range(50)), "54 rows then and 45 now"),
+        (
+            lambda rows: rows.map(lambda row, i: {"text": "w1"} if i == 7 else {}, with_indices=True),
+            "as many rows, with",
+        ),
+        (
+            lambda rows: rows.map(lambda row, i: {"label": 1 - row["label"]} if i == 7 else {}, with_indices=True),
+            "labels",
+        ),
+    ],
+)
+def test_a_run_is_not_resumed_on_other_rows(job, tmp_path, change, told):
+    asked = job(data=str(save_data(tmp_path / "data")))
+    TrainingRun(asked)
+    change(make_rows(60, 1)).to_parquet(str(tmp_path / "data" / "train.parquet"))
+    with pytest.raises(
+        ValueError, match=f"--resume: the training data are not those .* began with: .*{told}.*--overwrite"
+    ):
+        TrainingRun(asked, resume=True)
+    make_rows(60, 1).to_parquet(str(tmp_path / "data" / "train.parquet"))  # back as they were
+    TrainingRun(asked, resume=True)
+    job_file = tmp_path / "out" / "job.json"
+    job_file.write_text(json.dumps({k: v for k, v in json.loads(job_file.read_text()).items() if k != "rows"}))
+    change(make_rows(60, 1)).to_parquet(str(tmp_path / "data" / "train.parquet"))
+    TrainingRun(asked, resume=True)  # a run of an earlier version, of which nothing is known
+
+
 @pytest.mark.parametrize("options", [{"epochs": 1}, {"batch_size": 8}, {"max_steps": 3}])
 def test_a_resumed_run_keeps_its_options_and_may_only_become_longer(job, options):
     TrainingRun(job(max_steps=4))
@@ -590,7 +647,9 @@ def test_the_card_tells_ranking_results_rows_and_the_exact_configuration(job, tm
     assert "measured on 6 rows: 10% of the training rows, held out." in card
     assert "too good" not in card
     config = json.loads(re.search(r"```json\n(.*?)```", card, re.S).group(1))
-    assert config == {**json.loads((tmp_path / "out" / "job.json").read_text()), "learning_rate": 1e-2}
+    saved = json.loads((tmp_path / "out" / "job.json").read_text())
+    assert saved.pop("rows")["train"] == 54
+    assert config == {**saved, "learning_rate": 1e-2}
     assert card.startswith("---\n")
     assert "base_model:" not in card  # a folder, which the hub refuses
 
