@@ -69,8 +69,8 @@ def check_rows(folder: Path, rows: dict[str, Any]) -> None:
     file = folder / JOB_FILE
     before = json.loads(file.read_text(encoding="utf-8")).get("rows") if file.exists() else None
     if before not in (None, rows):
-        counts = f"{before['train']:,} rows then and {rows['train']:,} now"
-        what = counts if before["train"] != rows["train"] else "as many rows, with other contents or labels"
+        counts = f"{before['count']:,} rows then and {rows['count']:,} now"
+        what = counts if before["count"] != rows["count"] else "as many rows, with other contents or labels"
         raise ValueError(
             f"--resume: the training data are not those that the run in {folder} began with: {what}. Put the data "
             "back as they were, or use --overwrite to start over with these."

@@ -43,8 +43,8 @@ def _damaged_file(checkpoint: Path) -> Path | None:
         best = json.loads(state.read_text(encoding="utf-8")).get("best_model_checkpoint")
     except (OSError, ValueError):
         return state
-    places = {checkpoint, checkpoint.parent / Path(best or checkpoint).name}
-    return next((file for place in places for file in sorted(place.rglob("*")) if _is_cut_off(file)), None)
+    weights_of_best = (checkpoint.parent / Path(best or checkpoint).name).glob("*.safetensors")
+    return next(filter(_is_cut_off, [*sorted(checkpoint.rglob("*")), *weights_of_best]), None)
 
 
 def _is_cut_off(file: Path) -> bool:

@@ -150,12 +150,13 @@ def split_rows(task: Task, job: Any) -> Parts:
 
 
 def describe_rows(task: Task, parts: Parts) -> dict[str, Any]:
-    """What the rows that a run trains and chooses on are known by later: how many train, and a hash of them all."""
+    """What the rows that a run trains and chooses on are known by later: their number, and a hash."""
     digest = hashlib.sha256(repr(task.labels).encode())
-    for rows in (parts.train, parts.selection):
-        for batch in rows.iter(1000) if rows else ():
+    used = [rows for rows in (parts.train, parts.selection) if rows is not None]
+    for rows in used:
+        for batch in rows.iter(1000):
             digest.update(repr(batch).encode())
-    return {"train": len(parts.train), "sha256": digest.hexdigest()}
+    return {"count": sum(map(len, used)), "sha256": digest.hexdigest()}
 
 
 def train_test_split(data: Dataset, part: float, seed: int) -> tuple[Dataset, Dataset]:

@@ -439,7 +439,7 @@ def test_a_best_checkpoint_that_is_cut_off_ends_no_run(job, tmp_path, caplog):
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        (lambda rows: rows.select(range(50)), "54 rows then and 45 now"),
+        (lambda rows: rows.select(range(50)), "60 rows then and 50 now"),
         (
             lambda rows: rows.map(lambda row, i: {"text": "w1"} if i == 7 else {}, with_indices=True),
             "as many rows, with",
@@ -648,7 +648,7 @@ def test_the_card_tells_ranking_results_rows_and_the_exact_configuration(job, tm
     assert "too good" not in card
     config = json.loads(re.search(r"```json\n(.*?)```", card, re.S).group(1))
     saved = json.loads((tmp_path / "out" / "job.json").read_text())
-    assert saved.pop("rows")["train"] == 54
+    assert saved.pop("rows")["count"] == 60
     assert config == {**saved, "learning_rate": 1e-2}
     assert card.startswith("---\n")
     assert "base_model:" not in card  # a folder, which the hub refuses
