@@ -175,7 +175,7 @@ def show_start(console: Console, run: TrainingRun) -> None:
         ("Train on", f"{len(parts.train):,} {parts.train_name}"),
         ("Choose on", f"{len(parts.selection):,} rows: {parts.selection_name}" if parts.selection else "nothing"),
         ("Measure on", f"{len(parts.evaluation):,} rows: {parts.evaluation_name}"),
-        *([("Most are", describe_majority(run.majority))] if run.majority else []),
+        *([("Baseline", describe_majority(run.majority))] if run.majority else []),
         ("Method", f"{job.method}, {job.about}; learning rate {run.learning_rate:g}"),
     ]
     show_table(console, rows)
@@ -186,8 +186,8 @@ def show_start(console: Console, run: TrainingRun) -> None:
         )
     elif parts.selection and len(parts.selection) < FEW_ROWS:
         console.print(
-            f"Only {len(parts.selection)} rows choose the best epoch, which is little more than chance. More rows: "
-            "--held-out. The last epoch: --select-on none.",
+            f"The best epoch is chosen on {len(parts.selection)} rows only, which is little better than chance. Hold "
+            "out more with --held-out, or take the last epoch with --select-on none.",
             style="yellow",
             soft_wrap=True,
         )

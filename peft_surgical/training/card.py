@@ -220,7 +220,8 @@ def describe_majority(majority: dict[str, Any] | None) -> str:
     if majority is None:
         return ""
     metrics = ", ".join(f"{name} {value:.4f}" for name, value in majority.items() if name not in ("label", "share"))
-    return f"Always '{majority['label']}', the class of {share(majority['share'], 1)} of these rows, has {metrics}."
+    part = share(majority["share"], 1)
+    return f"Always answering '{majority['label']}', the class of {part} of these rows, gives {metrics}."
 
 
 def describe_layers(layers: dict[str, list[int]]) -> str:

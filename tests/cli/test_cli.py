@@ -102,7 +102,7 @@ finally:
 @pytest.mark.parametrize(
     ("arguments", "typed", "shown"),
     [
-        (["--help"], None, "Fine-tune only the layers that matter"),
+        (["--help"], None, "Fine-tune a few layers of a transformer"),
         (["train", "--help"], None, "--gradient-checkpointing"),
         (["rank", "--help"], None, "Rank a model's layers"),
         ([], "peft-surgical ", "evaluate"),
@@ -393,10 +393,13 @@ def test_class_counts_and_the_majority_are_shown_before_training_and_beside_the_
                      "--select-on", "none", "--max-steps", 1))  # fmt: skip
     before, after = words.split("Chosen")[0].rsplit("rows:", 1)
     assert "label: good 30, bad 15" in before
-    assert "Always 'good', the class of 67% of these rows, has accuracy 0.6667" in before
+    assert "Always answering 'good', the class of 67% of these rows, gives accuracy 0.6667" in before
     assert "(always 'good': 0.6667)" in after
     assert "(always 'good': 0.6667)" in flat(run("evaluate", out))
-    assert "Always 'good', the class of 67% of these rows, has accuracy 0.6667" in (out / "README.md").read_text()
+    assert (
+        "Always answering 'good', the class of 67% of these rows, gives accuracy 0.6667"
+        in (out / "README.md").read_text()
+    )
 
 
 def test_resume_needs_the_folder_alone_and_takes_the_options_of_the_run_that_stopped(run, base, data, out):
@@ -503,7 +506,7 @@ def test_two_models_are_refused(run):
 
 def test_few_rows_that_choose_are_told_and_lines_come_every_so_many_steps(run, base, data, out):
     words = run("train", base, "--data", data, "--output", out, "--method", "head", "--epochs", 2, "--log-every", 3)
-    assert "Only 6 rows choose the best epoch" in words
+    assert "The best epoch is chosen on 6 rows only" in words
     shown = re.findall(r"step (\d+) of 8: loss ([\d.]+), learning rate \S+, \S+ steps a second, \d+:\d+ left", words)
     assert [step for step, _ in shown] == ["3", "6"]
     results = json.loads((out / "metrics.json").read_text())
