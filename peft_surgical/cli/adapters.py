@@ -104,7 +104,9 @@ def export(
     adapter: Adapter,
     output: Output,
     head: Annotated[bool, typer.Option("--head", help="Include the head: for PEFT itself, not for servers.")] = False,
-    rank: Annotated[int | None, typer.Option(min=1, help="Of the LoRA that a SURGICAL adapter is cut to.")] = None,
+    rank: Annotated[
+        int | None, typer.Option(min=1, help="Rank of the LoRA adapter that is made to be near a SURGICAL one.")
+    ] = None,
     base: Annotated[str | None, typer.Option(help="With --rank: the base, if not where the config says.")] = None,
 ) -> None:
     """Write a LoRA adapter for servers that take nothing else: a STRATIFIED adapter's own, or one near a SURGICAL."""

@@ -221,11 +221,12 @@ def predict(
         ),
     ] = None,
     model: Annotated[str | None, typer.Option(help="The base model, if it lies elsewhere now.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="The most tokens that a language model says.")] = 256,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="The most tokens of a language model's answer.")] = 256,
     temperature: Annotated[
-        float, typer.Option(min=0.0, help="How much chance is in what it says; 0: the likeliest token each time.")
+        float,
+        typer.Option(min=0.0, help="How random the answers of a language model are; 0: always the likeliest token."),
     ] = 0.0,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of that chance.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of these random answers.")] = 0,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Save the answers here (.csv, .jsonl, .parquet).")
     ] = None,

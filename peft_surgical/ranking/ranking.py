@@ -161,7 +161,7 @@ class LayerRanking:
         if self.head_tau is not None:
             heads = self.record.get("head_seeds", "several")
             tau = f"{self.head_tau:.2f}"
-            lines += ["", f"{heads} newly drawn heads agree on the order with Kendall's tau {tau} ({_TAU})."]
+            lines += ["", f"{heads} newly initialised heads agree on the order with Kendall's tau {tau} ({_TAU})."]
         if self.intervals:
             lines += ["", "A certain order is not a better choice of layers to tune: see docs/results.md."]
         return "\n".join(lines)

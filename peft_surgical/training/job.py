@@ -133,7 +133,7 @@ class TrainingJob:
     head_seeds: Annotated[
         int,
         _RANKING(
-            "Average the ranking over this many freshly drawn heads, and tell how much the order depends on the head; "
+            "Average the ranking over this many newly initialised heads, and tell how far the order depends on them; "
             "0: the head that training starts with.",
             kinds=LABELLED,
             not_negative=True,
