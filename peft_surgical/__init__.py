@@ -1,4 +1,4 @@
-"""Two more PEFT methods: tune the layers that matter, freeze the rest. Importing this registers them with PEFT."""
+"""Two more PEFT methods: tune a few layers, freeze the rest. Importing this registers them with PEFT."""
 
 from peft_surgical.bank import BankStats, DeltaBank
 from peft_surgical.convert.convert import convert_adapter, distil_scales, export_lora

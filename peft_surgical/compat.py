@@ -106,9 +106,15 @@ def unknown_release(reason: str) -> ImportError:
     """The error for a release of PEFT, transformers or PyTorch that this package does not know."""
     return ImportError(
         f"peft_surgical does not know peft {peft.__version__} with transformers {transformers.__version__} and torch "
-        f"{torch.__version__}: {reason}. Install versions that it supports: "
-        'pip install -U peft-surgical "peft>=0.21,<0.22".'
+        f'{torch.__version__}: {reason}. Install versions that it supports, pip install "peft>=0.21,<0.22", or a '
+        f"newer peft_surgical: {install()}."
     )
+
+
+def install(extra: str = "") -> str:
+    """How this package, or an extra of it, is installed: as README.md says, for no index has it."""
+    what = f'".[{extra}]"' if extra else "."
+    return f"pip install {what} in a checkout of peft-surgical"
 
 
 def check_private_names() -> None:

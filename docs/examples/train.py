@@ -1,4 +1,4 @@
-"""Fine-tune a classifier on the layers that matter. Runs as it stands on one process or under `accelerate launch`:
+"""Fine-tune a few layers of a classifier. Runs as it stands on one process or under `accelerate launch`:
 
     python docs/examples/train.py --model bert-base-cased --data my_task/ --output out
     accelerate launch --config_file examples/accelerate/fsdp2.yaml docs/examples/train.py --model ... --data ...

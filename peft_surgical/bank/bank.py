@@ -91,20 +91,20 @@ class DeltaBank:
 
         Args:
             name: What to call it, any text but `"__base__"`.
-            source: Its saved adapter, of any PEFT method that puts modules into the model: a folder, or its name on
-                the hub.
+            source: Its saved adapter, of any PEFT method that puts modules into the model: a folder or a hub name.
             labels: `num_labels`, `id2label` and `label2id`, where the adapter's config does not tell them, as stock
                 PEFT's do not.
 
         Raises:
-            ValueError: There is such a task already, or the adapter is damaged or not for this base. Other tasks are
-                not concerned.
+            ValueError: There is such a task already, or the adapter is damaged, not for this base, or larger than the
+                device budget. Other tasks are not concerned.
         """
         if name == BASE:
             raise ValueError(f"A task cannot be called {name!r}, which means the base itself. Choose another name.")
         self._refuse_known(name)
         with _naming(name):
             task = self._base.read_task(name, f"task_{next(self._numbers)}", source, labels or {})
+            self._cache.on_device.check(task.layout.nbytes)
         with self._cache.lock:
             self._refuse_known(name)  # another thread may have been faster
             with _naming(name):

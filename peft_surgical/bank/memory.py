@@ -211,6 +211,14 @@ class LruBudget(Generic[Key, Value]):
         self._held.move_to_end(key)
         return self._held[key][1]
 
+    def check(self, nbytes: int) -> None:
+        """Make sure that a value of so many bytes fits once all others are given up; else a `NoRoomError`."""
+        if self.budget is not None and nbytes > self.budget:
+            raise NoRoomError(
+                f"It needs {nbytes:,} bytes and does not fit into the {self.name} budget of {self.budget:,}. Give a "
+                "larger one."
+            )
+
     def reserve(self, key: Key, nbytes: int, keep: Collection[Key] = ()) -> list[Value]:
         """Set room aside for a value; gives the values given up for it, the least recently used first, none in `keep`.
 

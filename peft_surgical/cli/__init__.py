@@ -31,7 +31,7 @@ def _show_version(asked: bool) -> None:
 def _command(
     version: Annotated[bool, typer.Option("--version", help="Show the version.", callback=_show_version)] = False,
 ) -> None:
-    """Fine-tune only the layers that matter, and keep what changed in a small file."""
+    """Fine-tune a few layers of a transformer, and keep what changed in a small file."""
 
 
 for name, command in {

@@ -63,8 +63,8 @@ def convert(
             help="With --encoding sign: labelled text, as in train, on whose first rows better step sizes are found."
         ),
     ] = None,
-    rows: Annotated[int, typer.Option(help="With --distil: how many rows.")] = 256,
-    batch_size: Annotated[int, typer.Option(help="With --distil: rows per batch.")] = 16,
+    rows: Annotated[int, typer.Option(min=1, help="With --distil: how many rows.")] = 256,
+    batch_size: Annotated[int, typer.Option(min=1, help="With --distil: rows per batch.")] = 16,
     text_columns: Annotated[
         list[str] | None,
         typer.Option("--text-column", help="With --distil: column with the text; twice for two texts, or found."),
@@ -104,7 +104,9 @@ def export(
     adapter: Adapter,
     output: Output,
     head: Annotated[bool, typer.Option("--head", help="Include the head: for PEFT itself, not for servers.")] = False,
-    rank: Annotated[int | None, typer.Option(help="Of the LoRA that a SURGICAL adapter is cut to.")] = None,
+    rank: Annotated[
+        int | None, typer.Option(min=1, help="Rank of the LoRA adapter that is made to be near a SURGICAL one.")
+    ] = None,
     base: Annotated[str | None, typer.Option(help="With --rank: the base, if not where the config says.")] = None,
 ) -> None:
     """Write a LoRA adapter for servers that take nothing else: a STRATIFIED adapter's own, or one near a SURGICAL."""
@@ -146,8 +148,10 @@ def serve_vllm(
     server: Annotated[str, typer.Argument(help="The address of a vLLM server, started as docs/vllm.md says.")],
     tasks: Annotated[Path, typer.Option(help="A folder with a saved adapter per task, which the server reads too.")],
     host: Annotated[str, typer.Option(help="The address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="The port to listen on.")] = 8001,
-    turn: Annotated[float, typer.Option(help="Seconds that a task keeps the server while others wait.")] = 1.0,
+    port: Annotated[int, typer.Option(min=1, max=65535, help="The port to listen on.")] = 8001,
+    turn: Annotated[
+        float, typer.Option(min=0.0, help="Seconds that a task keeps the server while others wait.")
+    ] = 1.0,
 ) -> None:
     """Serve many tasks with one vLLM server: the model of a request is its task, whose weights the server takes."""
     import uvicorn
@@ -170,10 +174,10 @@ def diff(
     tuned: Annotated[str, typer.Argument(help="The model that was fine-tuned from it.")],
     output: Output,
     top_k: Annotated[
-        int | None, typer.Option(help="Keep only this many layers, the ones that moved the most.")
+        int | None, typer.Option(min=1, help="Keep only this many layers, the ones that moved the most.")
     ] = None,
     threshold: Annotated[
-        float, typer.Option(help="Leave out layers that moved by no more than this, relative to their norm.")
+        float, typer.Option(min=0.0, help="Leave out layers that moved by no more than this, relative to their norm.")
     ] = 0.0,
     embeddings: Annotated[
         bool | None,

@@ -44,7 +44,9 @@ Encoding = Annotated[
 ]
 MaxError = Annotated[
     float,
-    typer.Option(help="With --encoding auto: the most a tensor may be off, as a part of its difference. 0: exact."),
+    typer.Option(
+        min=0.0, help="With --encoding auto: the most a tensor may be off, as a part of its difference. 0: exact."
+    ),
 ]
 
 
@@ -173,8 +175,8 @@ def show_start(console: Console, run: TrainingRun) -> None:
         ("Train on", f"{len(parts.train):,} {parts.train_name}"),
         ("Choose on", f"{len(parts.selection):,} rows: {parts.selection_name}" if parts.selection else "nothing"),
         ("Measure on", f"{len(parts.evaluation):,} rows: {parts.evaluation_name}"),
-        *([("Most are", describe_majority(run.majority))] if run.majority else []),
-        ("Method", f"{job.method}, {job.about}; learning rate {job.learning_rate_for(task.kind):g}"),
+        *([("Baseline", describe_majority(run.majority))] if run.majority else []),
+        ("Method", f"{job.method}, {job.about}; learning rate {run.learning_rate:g}"),
     ]
     show_table(console, rows)
     if parts.optimistic:
@@ -184,8 +186,8 @@ def show_start(console: Console, run: TrainingRun) -> None:
         )
     elif parts.selection and len(parts.selection) < FEW_ROWS:
         console.print(
-            f"Only {len(parts.selection)} rows choose the best epoch, which is little more than chance. More rows: "
-            "--held-out. The last epoch: --select-on none.",
+            f"The best epoch is chosen on {len(parts.selection)} rows only, which is little better than chance. Hold "
+            "out more with --held-out, or take the last epoch with --select-on none.",
             style="yellow",
             soft_wrap=True,
         )
@@ -266,7 +268,9 @@ def check_plot(option: str, path: Path | None) -> None:
     if path is not None:
         check_writable(option, path, (".png", ".pdf", ".svg"))
         if find_spec("matplotlib") is None:
-            raise ImportError(f'{option} needs matplotlib, which is not installed: pip install "peft-surgical[plot]"')
+            from peft_surgical.compat import install
+
+            raise ImportError(f"{option} needs matplotlib, which is not installed: {install('plot')}")
 
 
 def size(count: float, unit: str = "B") -> str:

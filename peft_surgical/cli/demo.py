@@ -110,7 +110,7 @@ class Demo:
         train, validation = self.scale["train"], self.scale["validation"]
         self.console.rule("[bold]peft-surgical demo", style="cyan")
         self.say(
-            "Fine-tune only the layers that matter, keep one model in memory, and swap small files per task.\n\n"
+            "Fine-tune a few layers, keep one model in memory, and swap small files per task.\n\n"
             f"Encoder  MiniLM, a pretrained BERT with 6 layers, from the package {demo_data.ENCODER_PACKAGE}\n"
             f"Text     tweets labelled by people, from the package {demo_data.TWEETS_PACKAGE}\n"
             f"Task 1   [bold]sentiment[/]: {', '.join(demo_data.SENTIMENT)}\n"

@@ -97,7 +97,7 @@ def read_job_fields(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_config(file: Path) -> dict[str, Any]:
-    """The fields of a `TrainingJob` that a YAML file has, under their names or as the command line writes them."""
+    """The fields of a `TrainingJob` that a YAML file has, under the names of the command line's options."""
     import yaml
 
     try:
@@ -108,10 +108,12 @@ def read_config(file: Path) -> dict[str, Any]:
         raise ValueError(f"--config {file} holds no options by name, such as `epochs: 3`.")
     fields = {}
     for key, value in content.items():
-        name = str(key).removeprefix("--").replace("-", "_")
-        if name not in JOB_OPTIONS:
-            near = get_close_matches(name, JOB_OPTIONS, 1) or ["peft-surgical train --help"]
-            raise ValueError(f"--config {file}: {key!r} is no option; see {near[0]}.")
+        written = str(key).removeprefix("--").replace("-", "_")
+        if written not in KEYS:
+            near = get_close_matches(written, KEYS, 1) or ["peft-surgical train --help"]
+            raise ValueError(f"--config {file}: {key!r} is no option of a job; see {near[0]}.")
+        if (name := KEYS[written]) in fields:
+            raise ValueError(f"--config {file}: {key!r} is there twice, under two of its names. Drop one.")
         if value is not None:
             fields[name] = _of_its_kind(f"--config {file}: {key}: {value}", name, value)
     return fields
@@ -158,6 +160,13 @@ def read_depth(text: str) -> int | float:
     except ValueError:
         raise ValueError("allowed are a layer's index and a fraction such as 0.2.") from None
 
+
+KEYS = {
+    name.removeprefix("--").replace("-", "_"): field
+    for field, (_, option) in JOB_OPTIONS.items()
+    for name in (flag(field), *option.names)
+}
+"""The field of `TrainingJob` that an option means, by the name that it has on the command line, and by the field's."""
 
 READERS: dict[str, Callable[[str], Any]] = {"layers": read_layers, "n1": read_depth, "n2": read_depth}
 """How the fields that are written as text on the command line are read."""

@@ -100,7 +100,7 @@ def plan_lines(plan: Plan) -> list[tuple[str, str]]:
     rows += [("Or", f"{size(other.total)} with {option}") for option, other in plan.smaller.items()]
     if plan.layer is not None:
         held = (plan.layer if memory.copies else 0) + plan.layer * (1 + memory.optimizer / memory.gradients)
-        rows.append(("Or", f"{size(held)} less for each layer less"))
+        rows.append(("Or", f"{size(held)} less for each layer that is left out"))
     for choice, one in plan.choices.items():
         took = "" if one.seconds is None else f", an epoch {_describe_time(one.seconds)}"
         rows.append((choice, f"{describe_layers(one.layers)}: {size(one.memory.total)}{took}"))
@@ -117,7 +117,7 @@ def _describe_memory(memory: Memory) -> str:
 
 def _describe_files(files: dict[str, int]) -> str:
     others = ", ".join(f"{name} {size(count)}" for name, count in files.items() if name != "values")
-    return size(files["values"]) + (f"; converted at most {others}" if others else "")
+    return size(files["values"]) + (f"; encoded, at most {others}" if others else "")
 
 
 def _describe_time(seconds: float) -> str:

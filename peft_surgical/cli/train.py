@@ -59,15 +59,17 @@ def train(
         ),
     ] = None,
 ) -> None:
-    """Tune a model on a task: rank the layers, tune the chosen ones, keep the best checkpoint, save what changed.
+    """Tune some layers of a model on a task, keep the best checkpoint, save what changed.
 
-    Layers are ranked on training rows, the checkpoint is chosen on rows held out of them, and the evaluation rows are
-    looked at once, at the end. The output folder gets the adapter (with `--method full` the whole model), the ranking,
+    The layers lie at equal distances, unless `--layers` names others, or `--score` or `--ranking` ranks them. They are
+    ranked on training rows, the checkpoint is chosen on rows held out of them, and the evaluation rows are looked at
+    once, at the end. The output folder gets the adapter (with `--method full` the whole model), the ranking,
     `metrics.json`, a model card, and `run.yaml`, with which `--config` runs it again.
     """
     from tqdm import tqdm
 
     from peft_surgical.distributed import this_process
+    from peft_surgical.training.checkpoints import CHECKPOINTS, newest_checkpoint
     from peft_surgical.training.planning import plan_before_steps
     from peft_surgical.training.progress import ProgressLines, StepBar
     from peft_surgical.training.run import TrainingRun
@@ -93,7 +95,7 @@ def train(
         if this_process().num_processes == 1:  # several may share what is counted here as one's
             show_table(console, plan_lines(plan_before_steps(part)))
         if part.checkpoint is not None:
-            console.print(f"Going on from {describe_checkpoint(part)}.")
+            console.print(f"Going on from {describe_checkpoint(part, part.checkpoint)}.")
 
     try:
         show_ranking(console, run)
@@ -104,7 +106,7 @@ def train(
         run.fit(begin)
         results = run.finish()
     except KeyboardInterrupt:
-        place = describe_checkpoint(current)
+        place = describe_checkpoint(current, newest_checkpoint(current.folder / CHECKPOINTS))
         if current is not run:
             is_done = "seconds" in run.tried["choices"][choice := current.job.layers]
             place = f"the end of {choice}" if is_done else f"{choice}, {place}"
@@ -116,11 +118,8 @@ def train(
     _show_end(console, job, results, plot)
 
 
-def describe_checkpoint(run: TrainingRun) -> str:
-    """From where a run goes on if it is resumed now, in words."""
-    from peft_surgical.training.card import CHECKPOINTS, newest_checkpoint
-
-    checkpoint = newest_checkpoint(run.folder / CHECKPOINTS)
+def describe_checkpoint(run: TrainingRun, checkpoint: Path | None) -> str:
+    """From where a run goes on with a checkpoint, in words."""
     if checkpoint is None:
         return "the start, for there is no checkpoint before the end of the first epoch"
     state = json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
@@ -178,7 +177,7 @@ def evaluate(
         list[str] | None, typer.Option(help="Column with the text in other data; twice for two. Found if not given.")
     ] = None,
     label_column: Annotated[str | None, typer.Option(help="Column with the label. Found if not given.")] = None,
-    batch_size: Annotated[int | None, typer.Option(help="Rows per batch.")] = None,
+    batch_size: Annotated[int | None, typer.Option(min=1, help="Rows per batch.")] = None,
     output: Annotated[Path | None, typer.Option(help="Save the metrics here (.json).")] = None,
     predictions: Annotated[
         Path | None, typer.Option(help="Save each row with its prediction here (.csv, .jsonl, .parquet).")
@@ -222,11 +221,12 @@ def predict(
         ),
     ] = None,
     model: Annotated[str | None, typer.Option(help="The base model, if it lies elsewhere now.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="The most tokens that a language model says.")] = 256,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="The most tokens of a language model's answer.")] = 256,
     temperature: Annotated[
-        float, typer.Option(min=0.0, help="How much chance is in what it says; 0: the likeliest token each time.")
+        float,
+        typer.Option(min=0.0, help="How random the answers of a language model are; 0: always the likeliest token."),
     ] = 0.0,
-    seed: Annotated[int, typer.Option(help="Seed of that chance.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of these random answers.")] = 0,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Save the answers here (.csv, .jsonl, .parquet).")
     ] = None,

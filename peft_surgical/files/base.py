@@ -65,6 +65,19 @@ def describe_base(
     return {"architecture": type(unwrap(model)).__name__, **shape, "tensors": marks}
 
 
+def check_class(
+    record: Mapping[str, Any], model: nn.Module, present_name: Callable[[str], str] = lambda name: name
+) -> None:
+    """Check that a model is no bare one where `describe_base` described one with a head around it."""
+    prefix, wanted = getattr(model, "base_model_prefix", ""), record.get("architecture")
+    is_bare = prefix and getattr(model, "base_model", None) is model
+    if is_bare and any(present_name(name).startswith(f"{prefix}.") for name in record.get("tensors", {})):
+        raise ValueError(
+            f"This adapter was trained on a {wanted}; this model is a {type(model).__name__}, which has no head. Load "
+            f"the base with {wanted}.from_pretrained(...), or the AutoModelFor... class that gives it."
+        )
+
+
 def check_base(
     record: Mapping[str, Any],
     model: nn.Module,
@@ -76,6 +89,7 @@ def check_base(
 
     It must have the tensors in `touched`. `present_name` gives the name in the model of a tensor in the record.
     """
+    check_class(record, model, present_name)
     found = _shape_of_model(model)
     for key, what in (("model_type", "model type"), ("layers", "number of layers"), ("vocab_size", "vocabulary size")):
         wanted = record.get(key)

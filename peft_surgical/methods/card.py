@@ -13,6 +13,7 @@ from typing import Any
 from huggingface_hub import ModelCard
 from peft.utils import PeftType
 
+from peft_surgical.compat import install
 from peft_surgical.files.safetensors_io import written_aside
 from peft_surgical.layers import unwrap
 from peft_surgical.methods.config import DeltaConfig
@@ -53,8 +54,8 @@ class AdapterCard:
         return f"""{_mark(self.adapter_name)}
 ## Load {f"`{self.subfolder}`" if self.subfolder else "it"}
 
-PEFT alone does not know the method of this adapter: without the first line below, which takes
-`pip install {TAG}`, it stops with `KeyError: '{PeftType(config.peft_type).value}'`. In the folder of this card:
+PEFT alone does not know the method of this adapter: without the first line below ({install()}),
+it stops with `KeyError: '{PeftType(config.peft_type).value}'`. In the folder of this card:
 
 ```python
 {code}{then and f"{chr(10)}{then}"}

@@ -18,6 +18,7 @@ from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME
 from typing_extensions import Self
 
+from peft_surgical.compat import install
 from peft_surgical.copies.host import BASE_COPIES
 from peft_surgical.files.adapter import AdapterFile, AdapterTensors, group_parts, weights_file
 from peft_surgical.files.base import check_record
@@ -89,7 +90,7 @@ class DeltaConfig(PeftConfig):
         if not isinstance(self.format_version, int) or self.format_version > FORMAT_VERSION:
             raise ValueError(
                 f"The adapter has format_version={self.format_version!r}: it was written by a later version of "
-                f"peft_surgical, and this one reads format {FORMAT_VERSION}. Update: pip install -U peft-surgical."
+                f"peft_surgical, and this one reads format {FORMAT_VERSION}. Update it: {install()}."
             )
         self.resolution: Any = None  # a `Resolution`, on the copy that a tuner holds
         self.library = LIBRARY

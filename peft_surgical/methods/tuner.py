@@ -22,7 +22,7 @@ from peft_surgical.copies.select import innermost_tuned, note_untied
 from peft_surgical.copies.variants import TunedInPlace
 from peft_surgical.distributed import check_not_prepared
 from peft_surgical.files.adapter import touched_names
-from peft_surgical.files.base import base_tensors, check_base, describe_base
+from peft_surgical.files.base import base_tensors, check_base, check_class, describe_base
 from peft_surgical.fisher.model_state import uninterrupted
 from peft_surgical.methods import heads, wrappers
 from peft_surgical.methods.before_training import adapter_parameters, before_training
@@ -69,6 +69,7 @@ class DeltaTuner(SavedState, BaseTuner):
         if "_labels_of_base" not in self.__dict__:
             self._labels_of_base = heads.label_settings(model)
         file, base = peft_config.open_weights(), base_tensors(model)
+        check_class(peft_config.record or {}, model, peft_config.present_name)
         names = [*(peft_config.modules_to_save or []), *heads.head_names(model, peft_config.task_type)]
         names += heads.changed_embeddings(file, model, base, names) if file is not None else []
         peft_config.modules_to_save = list(dict.fromkeys(names)) or None

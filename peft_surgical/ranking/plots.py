@@ -8,6 +8,8 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any
 
+from peft_surgical.compat import install
+
 
 Path_ = str | os.PathLike[str]
 
@@ -115,7 +117,7 @@ def _figure(width: float, columns: int = 1) -> Any:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError('A plot needs matplotlib. Install it with: pip install "peft-surgical[plot]"') from error
+        raise ImportError(f"A plot needs matplotlib, which is not installed: {install('plot')}") from error
     figure = Figure(figsize=(width, 3.8), layout="constrained")
     axes = figure.subplots(1, columns)
     for one in axes if columns > 1 else [axes]:

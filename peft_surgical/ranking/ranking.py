@@ -24,6 +24,7 @@ _VERSION = 1
 
 _REPLICATES, _SPLITS = 1000, 100
 _LEVEL = 0.95
+_TAU = "1: the same order, 0: no more alike than by chance"
 
 
 @dataclass(frozen=True)
@@ -156,10 +157,11 @@ class LayerRanking:
             lines.append(line)
         if self.split_half_tau is not None:
             tau = f"{self.split_half_tau:.2f}"
-            lines += ["", f"Two halves of the samples agree on the order with Kendall's tau {tau}."]
+            lines += ["", f"Two halves of the samples agree on the order with Kendall's tau {tau} ({_TAU})."]
         if self.head_tau is not None:
             heads = self.record.get("head_seeds", "several")
-            lines += ["", f"{heads} newly drawn heads agree on the order with Kendall's tau {self.head_tau:.2f}."]
+            tau = f"{self.head_tau:.2f}"
+            lines += ["", f"{heads} newly initialised heads agree on the order with Kendall's tau {tau} ({_TAU})."]
         if self.intervals:
             lines += ["", "A certain order is not a better choice of layers to tune: see docs/results.md."]
         return "\n".join(lines)

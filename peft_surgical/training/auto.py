@@ -18,7 +18,7 @@ from typing import Any
 from peft_surgical.distributed import gather, this_process
 from peft_surgical.layers import resolve_layers
 from peft_surgical.methods.trainer import CHOICES, best_choice
-from peft_surgical.training.card import CHECKPOINTS, TRIED, remove_checkpoints
+from peft_surgical.training.checkpoints import CHECKPOINTS, TRIED, remove_checkpoints
 from peft_surgical.training.common import Diverged, count_steps
 from peft_surgical.training.job import TrainingJob
 from peft_surgical.training.options import LOWER_IS_BETTER, write_text

@@ -1,17 +1,13 @@
-"""The folder of a run of training: what may be in it, its checkpoints, its card to read, and its way to the hub.
+"""The folder of a run of training: what may be in it, its card to read, and its way to the hub.
 
 A folder in use is refused, an interrupted run can be resumed, and a finished one has `metrics.json`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
-import logging
-import math
 import shlex
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +18,14 @@ from peft_surgical.distributed import this_process
 from peft_surgical.layers import unwrap
 from peft_surgical.methods.card import CARD_FILE, TAG, AdapterCard, loading_code, place_of
 from peft_surgical.methods.config import DeltaConfig
+from peft_surgical.training.checkpoints import checkpoint_folders, newest_checkpoint
 from peft_surgical.training.job import JOB_FILE, TrainingJob
 from peft_surgical.training.options import CAUSAL_LM, check_writable
 from peft_surgical.training.progress import describe_tried
 
 
-logger = logging.getLogger(__name__)
-
 RANKING_FILE = "ranking.json"
 METRICS_FILE = "metrics.json"
-CHECKPOINTS = "checkpoints"
-TRIED = "tried"
 
 
 def check_folder(job: TrainingJob, *, resume: bool = False, overwrite: bool = False) -> dict[str, Any] | None:
@@ -71,42 +64,22 @@ def check_folder(job: TrainingJob, *, resume: bool = False, overwrite: bool = Fa
     return None
 
 
+def check_rows(folder: Path, rows: dict[str, Any]) -> None:
+    """Make sure that a run that is resumed has the rows that it began with, as far as its folder tells."""
+    file = folder / JOB_FILE
+    before = json.loads(file.read_text(encoding="utf-8")).get("rows") if file.exists() else None
+    if before not in (None, rows):
+        counts = f"{before['count']:,} rows then and {rows['count']:,} now"
+        what = counts if before["count"] != rows["count"] else "as many rows, with other contents or labels"
+        raise ValueError(
+            f"--resume: the training data are not those that the run in {folder} began with: {what}. Put the data "
+            "back as they were, or use --overwrite to start over with these."
+        )
+
+
 def _is_longer(name: str, before: Any, now: Any) -> bool:
     """Whether an option makes a run that is resumed longer; -1 steps are as many as the epochs need."""
     return name in ("epochs", "max_steps") and before != now and (now == -1 or 0 < before < now)
-
-
-def checkpoint_folders(folder: Path) -> list[Path]:
-    """Where the checkpoints of a run are, and with `layers="auto"` those of each choice."""
-    return [folder / CHECKPOINTS, *folder.glob(f"{TRIED}/*/{CHECKPOINTS}")]
-
-
-def newest_checkpoint(folder: Path) -> Path | None:
-    """The newest checkpoint of a folder that was written to its end, or None."""
-    found = sorted(folder.glob("checkpoint-*"), key=lambda path: int(path.name.rpartition("-")[2]), reverse=True)
-    for checkpoint in found:
-        try:  # the Trainer writes this file last
-            json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
-            return checkpoint
-        except (OSError, ValueError):
-            logger.warning("%s is incomplete and is skipped.", checkpoint)
-    return None
-
-
-def is_at_end(checkpoint: Path, steps: float) -> bool:
-    """Whether training was over with a checkpoint, after all steps that are asked for or early. A Trainer that goes on
-    from it would take one more step, or epoch, before it looks."""
-    state = json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
-    control = state["stateful_callbacks"]["TrainerControl"]["args"]
-    return control["should_training_stop"] and state["max_steps"] == math.ceil(steps)
-
-
-def remove_checkpoints(folder: Path) -> None:
-    """Remove the checkpoints of a folder, and the folder if it holds nothing else."""
-    for checkpoint in folder.glob("checkpoint-*"):
-        shutil.rmtree(checkpoint, ignore_errors=True)
-    with contextlib.suppress(OSError):  # TensorBoard's files are there
-        folder.rmdir()
 
 
 def check_login(name: str) -> None:
@@ -179,7 +152,7 @@ def write_model_card(run: Any, results: dict[str, Any]) -> None:
     if ranking is not None:
         source = f"read from `{job.ranking}`" if job.ranking else "made on training rows before training"
         notes += f"\n\n## Which layers matter\n\nThe ranking was {source}.\n\n```text\n{ranking}\n```"
-    config = {**dataclasses.asdict(job), "learning_rate": job.learning_rate_for(task["kind"])}
+    config = {**dataclasses.asdict(job), "learning_rate": run.learning_rate}
     text = f"""---
 {metadata.to_yaml()}
 ---
@@ -247,7 +220,8 @@ def describe_majority(majority: dict[str, Any] | None) -> str:
     if majority is None:
         return ""
     metrics = ", ".join(f"{name} {value:.4f}" for name, value in majority.items() if name not in ("label", "share"))
-    return f"Always '{majority['label']}', the class of {share(majority['share'], 1)} of these rows, has {metrics}."
+    part = share(majority["share"], 1)
+    return f"Always answering '{majority['label']}', the class of {part} of these rows, gives {metrics}."
 
 
 def describe_layers(layers: dict[str, list[int]]) -> str:

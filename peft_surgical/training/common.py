@@ -10,6 +10,10 @@ import torch
 from peft import PeftModel, TaskType
 from torch import nn
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, Trainer, set_seed
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+)
 
 from peft_surgical.distributed import this_process
 from peft_surgical.methods.heads import head_names
@@ -48,10 +52,14 @@ def max_length(job: TrainingJob, tokenizer: Any, model: nn.Module, default: int 
 
 def load_tokenizer(model: str) -> Any:
     """The tokenizer of a model; one without a padding token pads with its end-of-text token."""
+    allowed = "allowed are a folder with a model and its tokenizer, and a name on the hub such as bert-base-cased"
+    if model.startswith((".", "/", "~")) and not Path(model).is_dir():
+        raise ValueError(f"--model {model}: there is no such folder; {allowed}.")
     try:
         tokenizer = AutoTokenizer.from_pretrained(model)
     except (OSError, ValueError) as error:
-        raise ValueError(f"--model {model}: no tokenizer could be loaded from there: {error}") from error
+        where = "this folder" if Path(model).is_dir() else "the hub, and there is no such folder here"
+        raise ValueError(f"--model {model}: no tokenizer could be loaded from {where}; {allowed}. {error}") from error
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
     return tokenizer
@@ -93,6 +101,12 @@ def load_trained(
     is_adapter = (Path(folder) / "adapter_config.json").exists()
     model, _ = load_classifier(base if is_adapter else folder, labels, tokenizer, dtype=dtype)
     return (PeftModel.from_pretrained(model, folder) if is_adapter else model).eval()
+
+
+def is_decoder(config: Any) -> bool:
+    """Whether a model's type is made to go on with a text: transformers knows it as a causal language model alone."""
+    kind, encoders = config.model_type, MODEL_FOR_MASKED_LM_MAPPING_NAMES
+    return kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and kind not in encoders and not config.is_encoder_decoder
 
 
 def new_modules(model: nn.Module, keys: Iterable[str]) -> list[str]:

@@ -7,14 +7,16 @@ rows are looked at once, when all is decided.
 from __future__ import annotations
 
 import csv
+import hashlib
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from datasets import ClassLabel, Dataset, DatasetDict, load_dataset, load_from_disk
+from datasets import ClassLabel, Dataset, DatasetDict, Value, concatenate_datasets, load_dataset, load_from_disk
 
 
 FORMATS = {".parquet": "parquet", ".csv": "csv", ".tsv": "csv", ".jsonl": "json", ".json": "json"}
@@ -50,6 +52,11 @@ def find_split(splits: Mapping[str, Any] | Iterable[str], role: str) -> str | No
     names = [*splits]
     found = [start for start in starts if start in names] or [name for name in names if name.startswith(starts)]
     return found[0] if found else None
+
+
+def is_text(feature: Any) -> bool:
+    """Whether a column holds one text a row."""
+    return isinstance(feature, Value) and feature.dtype in ("string", "large_string")
 
 
 def check_columns(data: Dataset, columns: Iterable[str], option: str = "--text-column") -> None:
@@ -102,9 +109,18 @@ def split_rows(task: Task, job: Any) -> Parts:
     train_name = find_split(task.splits, "train")
     if train_name is None:
         raise ValueError(f"There is no training split; the splits with labels are: {[*task.splits]}.")
-    for option, name in (("--eval-split", job.eval_split), ("--select-on", select_on)):
+    for option, name, words in (
+        ("--eval-split", job.eval_split, ()),
+        ("--select-on", select_on, ("held-out", "none")),
+    ):
         if name == train_name:
             raise ValueError(f"{option} {name}: these rows are trained on, so to measure on them would say nothing.")
+        allowed = [*words, *(split for split in task.splits if split != train_name)]
+        if name is not None and name not in allowed:
+            listed = (
+                f"allowed are {', '.join(allowed)}" if allowed else f"there is no split with labels but {train_name}"
+            )
+            raise ValueError(f"{option} {name}: {listed}.")
     train = task.split(train_name)
     eval_split = job.eval_split or find_split(task.splits, "validation") or find_split(task.splits, "test")
     cut = f"{held_out:.0%} of the {train_name} split"
@@ -131,6 +147,16 @@ def split_rows(task: Task, job: Any) -> Parts:
         optimistic=select_on == eval_split,
         overlap=_overlap(evaluation, [train] + ([] if select_on in ("none", eval_split) else [selection])),
     )
+
+
+def describe_rows(task: Task, parts: Parts) -> dict[str, Any]:
+    """What the rows that a run trains and chooses on are known by later: their number, and a hash."""
+    digest = hashlib.sha256(repr(task.labels).encode())
+    used = [rows for rows in (parts.train, parts.selection) if rows is not None]
+    for rows in used:
+        for batch in rows.iter(1000):
+            digest.update(repr(batch).encode())
+    return {"count": sum(map(len, used)), "sha256": digest.hexdigest()}
 
 
 def train_test_split(data: Dataset, part: float, seed: int) -> tuple[Dataset, Dataset]:
@@ -177,12 +203,30 @@ def _read_files(files: list[Path], encoding: str) -> Dataset:
         for mark, name in ((";", "semicolons"), ("\t", "tabs")):
             if mark in head and "," not in head:
                 raise ValueError(f"--data {files[0]}: it has {name} between its columns. Save it with commas.")
+    read = partial(load_dataset, FORMATS[suffix], data_files=[str(f) for f in files], split="train")
     try:
-        return load_dataset(FORMATS[suffix], data_files=[str(f) for f in files], split="train", **options)
+        data = read(**options)
+        words = _columns_with_words_left_out(data) if FORMATS[suffix] == "csv" else []
+        if words:
+            texts = read(**options, usecols=words, keep_default_na=False, na_values=[""])
+            kept = [data.remove_columns(words)] if len(words) < len(data.column_names) else []
+            data = concatenate_datasets([*kept, texts], axis=1).select_columns(data.column_names)
+        return data
     except Exception as error:
+        blank = [file for file in files if not file.read_bytes().strip()]
+        if blank or "corresponds to no data" in str(error):
+            raise ValueError(f"--data {(blank or files)[0]}: the file has no rows.") from error
         cause = error.__cause__ or error
         hint = " Name another with --encoding, such as latin-1." if isinstance(cause, UnicodeDecodeError) else ""
         raise ValueError(f"--data {files[0]} cannot be read: {cause}{hint}") from error
+
+
+def _columns_with_words_left_out(data: Dataset) -> list[str]:
+    """The columns of texts of a csv file some of which are not there: pandas takes NA, null, None and the like for
+    nothing, which it is among numbers."""
+    columns = {name: data.data.column(name) for name in data.column_names}
+    words = [name for name, column in columns.items() if is_text(data.features[name]) or not column.drop_null()]
+    return [name for name in words if columns[name].null_count]
 
 
 def _quoting(files: list[Path], encoding: str) -> int:

@@ -234,7 +234,18 @@ def _choose_rows(
         named["text_columns"] = trained["text_columns"]
     if label_column is None and trained["label_column"] in columns:
         named["label_column"] = trained["label_column"]
-    task = make_task(splits, kind=trained["kind"], labels=trained["labels"], **named)
+    try:
+        task = make_task(splits, kind=trained["kind"], labels=trained["labels"], **named)
+    except ValueError as error:
+        needed = {"--text-column": [] if text_columns else trained["text_columns"]}
+        needed["--label-column"] = [trained["label_column"]] if trained["label_column"] and not label_column else []
+        lacking = {option: [c for c in names if c not in columns] for option, names in needed.items()}
+        if data is None or not any(lacking.values()):
+            raise
+        raise ValueError(
+            f"--data {data}: the run was trained on the columns {sum(needed.values(), [])}, and the data has "
+            f"{columns}. Name its own with {' and '.join(o for o, names in lacking.items() if names)}."
+        ) from error
     if task.kind != CAUSAL_LM and len(task.text_columns) != len(trained["text_columns"]):
         raise ValueError(
             f"The model was trained on the columns {trained['text_columns']} and the data has {[*task.text_columns]}."

@@ -9,9 +9,9 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from datasets import ClassLabel, Dataset, Value
+from datasets import ClassLabel, Dataset
 
-from peft_surgical.training.data import Task, check_columns, find_split
+from peft_surgical.training.data import Task, check_columns, find_split, is_text
 from peft_surgical.training.options import CAUSAL_LM
 
 
@@ -32,11 +32,6 @@ OTHERS = {
     "tools": "tools",
 }
 """Columns that would be trained on wrongly, or not at all, and what they are."""
-
-
-def is_text(feature: Any) -> bool:
-    """Whether a column holds one text a row."""
-    return isinstance(feature, Value) and feature.dtype in ("string", "large_string")
 
 
 def find_format(columns: Sequence[str]) -> tuple[str, ...] | None:

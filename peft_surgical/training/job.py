@@ -53,8 +53,8 @@ class TrainingJob:
     Example:
 
         >>> job = TrainingJob(model="m", data="d", output="o", method="last", top_k=3)
-        >>> job.learning_rate_for("classification")
-        0.0001
+        >>> job.learning_rate_for(decoder=False), job.learning_rate_for(decoder=True)
+        (0.0001, 5e-05)
     """
 
     model: Annotated[str, Option("Base model: a folder, or a name on the hub.")]
@@ -133,9 +133,10 @@ class TrainingJob:
     head_seeds: Annotated[
         int,
         _RANKING(
-            "Average the ranking over this many freshly drawn heads, and tell how much the order depends on the head; "
+            "Average the ranking over this many newly initialised heads, and tell how far the order depends on them; "
             "0: the head that training starts with.",
             kinds=LABELLED,
+            not_negative=True,
         ),
     ] = 0
     stack: Annotated[str | None, _RANKING("Which stack of layers, for models with several (encoder, decoder).")] = None
@@ -180,7 +181,7 @@ class TrainingJob:
     learning_rate: Annotated[
         float | None, Option(f"Default by method: {_RATES}.", names=("--learning-rate", "--lr"), positive=True)
     ] = None
-    weight_decay: Annotated[float, _TRAINING("Weight decay of AdamW.")] = 0.01
+    weight_decay: Annotated[float, _TRAINING("Weight decay of AdamW.", not_negative=True)] = 0.01
     warmup: Annotated[float, _TRAINING("The part of the steps in which the learning rate rises.", fraction=True)] = (
         0.06
     )
@@ -188,7 +189,7 @@ class TrainingJob:
         str | None,
         _TRAINING("Another optimizer of transformers than AdamW, such as adamw_bnb_8bit (of bitsandbytes, on a GPU)."),
     ] = None
-    max_grad_norm: Annotated[float, _TRAINING("Gradients are scaled down to this norm.")] = 1.0
+    max_grad_norm: Annotated[float, _TRAINING("Gradients are cut to this norm; 0: no limit.", not_negative=True)] = 1.0
     bf16: Annotated[bool, _TRAINING("Compute in bfloat16 where safe.")] = False
     fp16: Annotated[bool, _TRAINING("Compute in float16 where safe.")] = False
     gradient_checkpointing: Annotated[bool, _TRAINING("Less memory, more time.")] = False
@@ -217,7 +218,7 @@ class TrainingJob:
     dequantize: Annotated[
         bool, _LANGUAGE("Tune layers of a quantised base in the type that it was quantised from.")
     ] = False
-    seed: Annotated[int, _RUN("Seed of the new head and of all draws.")] = 0
+    seed: Annotated[int, _RUN("Seed of the new head and of all draws.", not_negative=True)] = 0
     keep_checkpoints: Annotated[bool, _RUN("Keep the checkpoints after the run, to train longer later.")] = False
     log_every: Annotated[
         int | None,
@@ -236,10 +237,10 @@ class TrainingJob:
     def __post_init__(self) -> None:
         check_options(self)
 
-    def learning_rate_for(self, kind: str) -> float:
-        """The peak learning rate: the one given, else the method's own for a kind of task."""
+    def learning_rate_for(self, decoder: bool) -> float:
+        """The peak learning rate: the one given, else the method's own, on a decoder or on another model."""
         method = METHODS[self.method]
-        own = method.language_rate if kind == CAUSAL_LM else None
+        own = method.decoder_rate if decoder else None
         return next(rate for rate in (self.learning_rate, own, method.learning_rate) if rate is not None)
 
     @property
@@ -263,12 +264,13 @@ class TrainingJob:
         check_metric(self.metric, [kind], f"for {kind} ")
         return self.metric or METRICS[kind][0]
 
-    def save(self, folder: str | Path) -> None:
-        """Write the job into a folder, as `job.json`, and what can be run again elsewhere as `run.yaml`."""
+    def save(self, folder: str | Path, rows: Any = None) -> None:
+        """Write the job into a folder, as `job.json`, with what its rows are known by, and what can be run again
+        elsewhere as `run.yaml`."""
         import yaml
 
         fields = dataclasses.asdict(self)
-        write_text(Path(folder) / JOB_FILE, json.dumps(fields, indent=2) + "\n")
+        write_text(Path(folder) / JOB_FILE, json.dumps({**fields, "rows": rows}, indent=2) + "\n")
         given = {name: value for name, value in fields.items() if value not in (None, ()) and name not in OWN_PLACES}
         given = {name: [*value] if isinstance(value, tuple) else value for name, value in given.items()}
         about = f"# peft-surgical train --config {CONFIG_FILE} --output FOLDER\n"
@@ -287,6 +289,7 @@ class TrainingJob:
         if not file.exists():
             raise ValueError(f"{folder} was not written by `peft-surgical train`: it holds no {JOB_FILE}.")
         saved = json.loads(file.read_text(encoding="utf-8"))
+        saved.pop("rows", None)
         fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in saved.items()}
         if fields.get("method") not in methods_with("score"):
             fields.pop("score", None)  # the default of version 0.1.0

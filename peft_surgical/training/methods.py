@@ -39,13 +39,13 @@ class Method:
     options: frozenset[str] = frozenset()  # the fields of `TrainingJob` that not all methods understand, and this does
     check: Callable[[Options, nn.Module | None], None] = lambda options, model: None
     """A `ValueError` if the options, and the model once it is loaded, do not go together."""
-    language_rate: float | None = None  # the default for language models, where it is another
+    decoder_rate: float | None = None  # the default for decoders, where it is another
 
     @property
     def rates(self) -> str:
         """The default learning rates in words."""
-        language = f" (language models {self.language_rate:g})" if self.language_rate is not None else ""
-        return f"{self.learning_rate:g}{language}"
+        decoders = f" (decoders {self.decoder_rate:g})" if self.decoder_rate is not None else ""
+        return f"{self.learning_rate:g}{decoders}"
 
 
 def default_top_k(depth: int) -> int:
@@ -219,7 +219,7 @@ METHODS: dict[str, Method] = {
         frozenset({"top_k", "layers", "target_modules", "stack", "dequantize", *OF_TURNS, *ROUNDED})
         | {"ranking", "score", *OF_A_RANKING},
         check=check_tuned_layers,
-        language_rate=5e-5,
+        decoder_rate=5e-5,
     ),
     "last": Method(
         configure_last,
@@ -227,9 +227,9 @@ METHODS: dict[str, Method] = {
         1e-4,
         frozenset({"top_k", "target_modules", "stack", "dequantize", *ROUNDED}),
         check=check_tuned_layers,
-        language_rate=5e-5,
+        decoder_rate=5e-5,
     ),
-    "full": Method(lambda *given: None, "all weights", 5e-5, frozenset(ROUNDED), language_rate=1e-5),
+    "full": Method(lambda *given: None, "all weights", 5e-5, frozenset(ROUNDED), decoder_rate=1e-5),
     "head": Method(configure_head, "the task's head alone", 3e-4),
     "spafit": Method(
         configure_spafit,

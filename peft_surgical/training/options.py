@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
@@ -34,6 +35,7 @@ class Option:
     choices: Iterable[str] = ()
     kinds: tuple[str, ...] = ()  # of task that it goes with, if not with all
     positive: bool = False
+    not_negative: bool = False
     fraction: bool = False  # from 0 to below 1
 
 
@@ -77,8 +79,12 @@ def _check_value(name: str, value: Any, option: Option) -> None:
         raise ValueError(f"{flag(name)} {value}: allowed are {', '.join(option.choices)}.")
     if option.fraction and not 0 <= value < 1:
         raise ValueError(f"{flag(name)} {value}: allowed are fractions from 0 to below 1.")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"{flag(name)} {value}: allowed are finite numbers.")
     if option.positive and not value > 0:
-        raise ValueError(f"{flag(name)} {value} must be above 0.")
+        raise ValueError(f"{flag(name)} {value}: allowed are numbers above 0.")
+    if option.not_negative and value < 0:
+        raise ValueError(f"{flag(name)} {value}: allowed are 0 and numbers above.")
 
 
 def check_options(job: Any) -> None:
@@ -86,6 +92,8 @@ def check_options(job: Any) -> None:
     other, and that its method has them."""
     for name, (_, option) in options_of(type(job)).items():
         _check_value(name, getattr(job, name), option)
+    if job.max_steps == 0 or job.max_steps < -1:
+        raise ValueError(f"--max-steps {job.max_steps}: allowed are numbers above 0, and -1: as the epochs need.")
     check_metric(job.metric, METRICS if job.task is None else [job.task])
     if job.layers is not None:
         for name in ("top_k", "ranking", "score"):

@@ -43,8 +43,8 @@ def predict(
         text_columns: What the data call the columns of the training, in their order, if otherwise.
         model: The base model, if it lies elsewhere now.
         max_new_tokens: The most tokens that a language model says.
-        temperature: How much chance there is in what it says; 0: the likeliest token each time.
-        seed: Seed of that chance.
+        temperature: How random its answers are; 0: always the likeliest token.
+        seed: Seed of these random answers.
 
     Returns:
         One row after the other: the texts and the `prediction`; for classes also the probability of each, under

@@ -5,7 +5,6 @@ from __future__ import annotations
 import codecs
 from collections.abc import Callable
 from dataclasses import dataclass
-from difflib import get_close_matches
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,8 +14,10 @@ from datasets import Dataset
 from torch import nn
 from transformers import DataCollatorWithPadding
 from transformers.integrations import get_available_reporting_integrations
+from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 from transformers.training_args import OptimizerNames
 
+from peft_surgical.compat import install
 from peft_surgical.distributed import this_process
 from peft_surgical.fisher.objective import LABEL_MODES
 from peft_surgical.ranking.rank import LayerRanking, rank_layers
@@ -88,14 +89,19 @@ def _check_options(job: TrainingJob) -> None:
         if getattr(job, name) not in allowed:
             raise ValueError(f"{flag(name)} {getattr(job, name)}: allowed are {', '.join(allowed)}.")
     if job.ranking is not None:
-        LayerRanking.load(job.ranking)
+        try:
+            LayerRanking.load(job.ranking)
+        except (OSError, ValueError) as error:
+            made = "`peft-surgical rank --output FILE` writes one"
+            raise ValueError(f"--ranking {job.ranking} names no saved ranking; {made}: {error}") from error
     if job.chat_template is not None and not Path(job.chat_template).is_file():
         raise ValueError(f"--chat-template {job.chat_template}: there is no such file.")
-    if job.report_to not in (None, "all", "none", *(installed := get_available_reporting_integrations())):
-        there = f"installed are {', '.join(installed)}" if installed else "no such service is installed"
-        extra = f' pip install "peft-surgical[{job.report_to}]", or drop it.'
-        advice = extra if job.report_to in ("tensorboard", "wandb") else ""
-        raise ValueError(f"--report-to {job.report_to}: {there}.{advice}")
+    services = ("none", "all", *INTEGRATION_TO_CALLBACK)
+    if job.report_to is not None and job.report_to not in services:
+        raise ValueError(f"--report-to {job.report_to}: allowed are {', '.join(services)}.")
+    if job.report_to not in (None, "none", "all", *get_available_reporting_integrations()):
+        advice = f": {install(job.report_to)}" if job.report_to in ("tensorboard", "wandb") else ""
+        raise ValueError(f"--report-to {job.report_to}: it is not installed{advice}.")
     if job.push_to_hub is not None:
         check_login(job.push_to_hub)
     if job.optim is not None:
@@ -111,10 +117,7 @@ def _check_options(job: TrainingJob) -> None:
 def _check_optimizer(name: str) -> None:
     allowed = [optimizer.value for optimizer in OptimizerNames]
     if name not in allowed:
-        near = get_close_matches(name, allowed, 3, 0.4) or allowed
-        raise ValueError(
-            f"--optim {name}: transformers has none of this name; allowed are {', '.join(near)} and others."
-        )
+        raise ValueError(f"--optim {name}: transformers has none of this name; allowed are {', '.join(allowed)}.")
     if "bnb" in name or ("8bit" in name and "torch" not in name):  # adamw_torch_8bit is of torchao
         if find_spec("bitsandbytes") is None:
             raise ImportError(f"--optim {name} is of bitsandbytes, which is not installed: pip install bitsandbytes")

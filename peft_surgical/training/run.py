@@ -20,19 +20,16 @@ from peft_surgical.methods.rotate import RotateLayers
 from peft_surgical.methods.rounding import round_stochastically
 from peft_surgical.ranking.rank import LayerRanking
 from peft_surgical.training.auto import try_layers
-from peft_surgical.training.card import (
+from peft_surgical.training.card import METRICS_FILE, RANKING_FILE, check_folder, check_rows, push, write_model_card
+from peft_surgical.training.checkpoints import (
     CHECKPOINTS,
-    METRICS_FILE,
-    RANKING_FILE,
-    check_folder,
     checkpoint_folders,
     is_at_end,
     newest_checkpoint,
-    push,
     remove_checkpoints,
-    write_model_card,
 )
-from peft_surgical.training.common import count_steps
+from peft_surgical.training.common import count_steps, is_decoder
+from peft_surgical.training.data import describe_rows
 from peft_surgical.training.evaluation import majority, make_trainer, precision_restored, shared_arguments
 from peft_surgical.training.job import TrainingJob
 from peft_surgical.training.methods import AUTO, METHODS
@@ -66,18 +63,22 @@ class TrainingRun:
         self.prepared = prepare(job)
         self.is_language = self.prepared.task.kind == CAUSAL_LM
         self.metric = job.metric_for(self.prepared.task.kind)
+        self.learning_rate = job.learning_rate_for(self.is_language or is_decoder(self.prepared.model.config))
         METHODS[job.method].check(job.method_options, self.prepared.model)
         self.total_parameters = sum(p.numel() for p in self.prepared.model.parameters())
         self.majority = majority(self.prepared.parts.evaluation, self.prepared.task.labels)
         self.ranking: LayerRanking | None = None
         self.tried: dict[str, Any] = {}
         self.seconds: dict[str, float] = {}
+        rows = describe_rows(self.prepared.task, self.prepared.parts)
+        if resume:
+            check_rows(self.folder, rows)
         if this_process().is_main_process:
             if overwrite:
                 shutil.rmtree(self.folder, ignore_errors=True)
             self.folder.mkdir(parents=True, exist_ok=True)
             (self.folder / METRICS_FILE).unlink(missing_ok=True)  # of a run that is to be longer
-            job.save(self.folder)
+            job.save(self.folder, rows)
         this_process().wait_for_everyone()
         self.checkpoint = newest_checkpoint(self.folder / CHECKPOINTS) if resume else None
 
@@ -172,7 +173,7 @@ class TrainingRun:
     def make_trainer(self, metric: str | None = None) -> Any:
         """The Trainer of the adapted model, which chooses its best checkpoint by a metric if there is one."""
         prepared, selection = self.prepared, self.prepared.parts.selection
-        arguments = training_arguments(self.job, self.model, metric, prepared.task.kind)
+        arguments = training_arguments(self.job, self.model, metric, self.learning_rate)
         callbacks = [*self.callbacks, LossOfEpochs()]
         if metric is not None and self.job.early_stopping is not None:
             callbacks.append(EarlyStoppingCallback(self.job.early_stopping))
@@ -220,7 +221,7 @@ def train(job: TrainingJob, *, resume: bool = False, overwrite: bool = False) ->
     return results
 
 
-def training_arguments(job: TrainingJob, model: nn.Module, metric: str | None, kind: str) -> dict[str, Any]:
+def training_arguments(job: TrainingJob, model: nn.Module, metric: str | None, rate: float) -> dict[str, Any]:
     """The arguments of the Trainer that trains `model`; without a metric the last checkpoint is taken."""
     more = shared_arguments(job)
     if metric is not None:
@@ -242,7 +243,7 @@ def training_arguments(job: TrainingJob, model: nn.Module, metric: str | None, k
         "num_train_epochs": job.epochs,
         "max_steps": job.max_steps,
         "gradient_accumulation_steps": job.gradient_accumulation,
-        "learning_rate": job.learning_rate_for(kind),
+        "learning_rate": rate,
         "weight_decay": job.weight_decay,
         "max_grad_norm": job.max_grad_norm,
         "save_strategy": "epoch",

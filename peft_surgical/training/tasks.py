@@ -10,8 +10,8 @@ from typing import Any
 
 from datasets import ClassLabel, Dataset, Features, Value
 
-from peft_surgical.training.data import Task, check_columns, find_split
-from peft_surgical.training.formats import SUPPORTED, is_for_language_model, is_text, make_language_task
+from peft_surgical.training.data import Task, check_columns, find_split, is_text
+from peft_surgical.training.formats import SUPPORTED, is_for_language_model, make_language_task
 from peft_surgical.training.options import CAUSAL_LM
 
 

@@ -70,8 +70,9 @@ def test_help_names_the_commands_and_their_defaults(run):
     for command in ("rank", "train", "evaluate", "demo"):
         assert command in words
     words = flat(run("train", "--help").replace("│", " "))
-    rates = "surgical 0.0001 (language models 5e-05), last 0.0001 (language models 5e-05), "
-    rates += "full 5e-05 (language models 1e-05), head 0.0003, spafit 0.0002, "
+    assert "The layers lie at equal distances, unless --layers names others" in words
+    rates = "surgical 0.0001 (decoders 5e-05), last 0.0001 (decoders 5e-05), "
+    rates += "full 5e-05 (decoders 1e-05), head 0.0003, spafit 0.0002, "
     rates += "columns 0.0003, lora 0.0003"
     assert f"Default by method: {rates}" in words
     for option, default in (
@@ -101,7 +102,7 @@ finally:
 @pytest.mark.parametrize(
     ("arguments", "typed", "shown"),
     [
-        (["--help"], None, "Fine-tune only the layers that matter"),
+        (["--help"], None, "Fine-tune a few layers of a transformer"),
         (["train", "--help"], None, "--gradient-checkpointing"),
         (["rank", "--help"], None, "Rank a model's layers"),
         ([], "peft-surgical ", "evaluate"),
@@ -313,7 +314,11 @@ def test_warnings_of_the_package_are_shown(run, base, out, tmp_path):
     ("options", "message"),
     [
         (["--data", "nowhere.csv"], "no such file or folder"),
-        (["--model", "./nowhere"], "no tokenizer could be loaded"),
+        (["--model", "./nowhere"], "--model ./nowhere: there is no such folder; allowed are a folder"),
+        (
+            ["--model", "nowhere"],
+            "--model nowhere: no tokenizer could be loaded from the hub, and there is no such folder",
+        ),
         (["--method", "magic"], "allowed are surgical, last, full, head, spafit, columns, lora"),
         (["--layers", "9"], "layers 0 to 3"),
         (["--top-k", "9"], "encoder has 4 layers; allowed are 1 to 4"),
@@ -388,10 +393,13 @@ def test_class_counts_and_the_majority_are_shown_before_training_and_beside_the_
                      "--select-on", "none", "--max-steps", 1))  # fmt: skip
     before, after = words.split("Chosen")[0].rsplit("rows:", 1)
     assert "label: good 30, bad 15" in before
-    assert "Always 'good', the class of 67% of these rows, has accuracy 0.6667" in before
+    assert "Always answering 'good', the class of 67% of these rows, gives accuracy 0.6667" in before
     assert "(always 'good': 0.6667)" in after
     assert "(always 'good': 0.6667)" in flat(run("evaluate", out))
-    assert "Always 'good', the class of 67% of these rows, has accuracy 0.6667" in (out / "README.md").read_text()
+    assert (
+        "Always answering 'good', the class of 67% of these rows, gives accuracy 0.6667"
+        in (out / "README.md").read_text()
+    )
 
 
 def test_resume_needs_the_folder_alone_and_takes_the_options_of_the_run_that_stopped(run, base, data, out):
@@ -458,6 +466,10 @@ def test_a_config_has_options_by_name(tmp_path):
     numbers = {"top_k": 2, "learning_rate": 5e-5, "epochs": 3.0, "n1": 0.2}
     assert fields == {"model": "m", **numbers, "bf16": True, "text_columns": ("a",)}
     assert isinstance(fields["epochs"], float)
+    file.write_text("lr: 5e-5\ntext_column: [a, b]\ntarget-module: query\n--max-steps: 3\n")  # as the flags are called
+    assert read_config(file) == {
+        "learning_rate": 5e-5, "text_columns": ("a", "b"), "target_modules": ("query",), "max_steps": 3
+    }  # fmt: skip
     for written, read in (("[0, 3-4]", (0, "3-4")), ("last:25%", "last:25%"), ("3,-1", (3, -1)), ("5", (5,))):
         file.write_text(f"layers: {written}")
         assert read_config(file) == {"layers": read}
@@ -466,7 +478,9 @@ def test_a_config_has_options_by_name(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("epoch: 3", "'epoch' is no option; see epochs"),
+        ("epoch: 3", "'epoch' is no option of a job; see epochs"),
+        ("text_colum: a", "see text_column"),
+        ("lr: 1\nlearning_rate: 2", "'learning_rate' is there twice"),
         ("epochs: many", "epochs: many: allowed is a number"),
         ("epochs: true", "epochs: True: allowed is a number"),
         ("bf16: 1", "bf16: 1: allowed is true or false"),
@@ -492,7 +506,7 @@ def test_two_models_are_refused(run):
 
 def test_few_rows_that_choose_are_told_and_lines_come_every_so_many_steps(run, base, data, out):
     words = run("train", base, "--data", data, "--output", out, "--method", "head", "--epochs", 2, "--log-every", 3)
-    assert "Only 6 rows choose the best epoch" in words
+    assert "The best epoch is chosen on 6 rows only" in words
     shown = re.findall(r"step (\d+) of 8: loss ([\d.]+), learning rate \S+, \S+ steps a second, \d+:\d+ left", words)
     assert [step for step, _ in shown] == ["3", "6"]
     results = json.loads((out / "metrics.json").read_text())

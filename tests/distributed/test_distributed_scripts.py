@@ -17,7 +17,7 @@ from tiny_task import LABELS, save_base, save_data
 from distributed.launch import HERE, ROOT, launch, launch_well, once, skip_if_missing
 from peft_surgical import LayerRanking
 from peft_surgical.training import TrainingJob, evaluate
-from peft_surgical.training.card import newest_checkpoint
+from peft_surgical.training.checkpoints import newest_checkpoint
 from peft_surgical.training.common import load_classifier, load_tokenizer, load_trained
 from peft_surgical.training.prepare import prepare, rank
 

@@ -164,6 +164,13 @@ def test_the_readme_has_samples_and_the_two_commands():
         assert len(re.findall(rf"^ *{re.escape(command)}$", readme, re.MULTILINE)) == 1
 
 
+def test_nobody_is_sent_to_an_index_which_has_no_such_package():
+    for file in [*PAGES, *(ROOT / "peft_surgical").glob("**/*.py"), *(ROOT / "examples").glob("**/*")]:
+        if file.suffix in (".md", ".py", ".ipynb"):
+            text = file.read_text(encoding="utf-8")
+            assert not re.search(r"pip install (-U )?[\\\"']*(peft-surgical|\{TAG)", text), file
+
+
 @pytest.mark.parametrize("page", PAGES, ids=page_id)
 def test_command_lines_name_commands_and_options_that_exist(page):
     from peft_surgical.cli import app

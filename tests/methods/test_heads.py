@@ -7,13 +7,13 @@ import copy
 import pytest
 import torch
 import transformers
-from adapters import save, shake
+from adapters import METHODS, make_config, save, shake
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from tiny_models import batch, build
 from torch import nn
 
-from peft_surgical import SurgicalConfig, find_stacks
+from peft_surgical import DeltaBank, SurgicalConfig, find_stacks
 
 
 TINY = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
@@ -94,6 +94,22 @@ def test_every_part_of_the_head_is_trained_saved_and_comes_back(case, tmp_path):
     plain = make(case, 2)
     with loaded.disable_adapter():
         assert torch.equal(loaded.base_model(**inputs).logits, plain(**inputs).logits)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("family", ["bert", "gpt2"])
+def test_a_base_without_a_head_is_told_which_class_to_load(method, family, tmp_path):
+    kind = {"bert": "BertForSequenceClassification", "gpt2": "GPT2ForSequenceClassification"}[family]
+    model = get_peft_model(build(family, head=kind), make_config(method, family, [1], task_type="SEQ_CLS"))
+    model.save_pretrained(tmp_path)
+    told = (
+        rf"trained on a {kind}; this model is a \w+Model, which has no head. Load the base with {kind}.from_pretrained"
+    )
+    with pytest.raises(ValueError, match=told):
+        PeftModel.from_pretrained(build(family, bare=True), tmp_path)
+    bank = DeltaBank(build(family, bare=True))
+    with pytest.raises(ValueError, match=told):
+        bank.add("task", tmp_path)
 
 
 def test_a_parameter_that_the_model_holds_itself_is_named():

@@ -70,6 +70,42 @@ def test_a_csv_with_other_separators_is_told(tmp_path):
         read_splits(str(tmp_path / "a.csv"))
 
 
+@pytest.mark.parametrize("ending", ["csv", "tsv"])
+def test_words_that_pandas_takes_for_nothing_are_read_as_written(tmp_path, ending):
+    rows = {
+        "text": ["None", "a", "null", "b", None, "c"],
+        "label": ["NA", "null", "None", "nan", "yes", None],
+        "number": [1.0, None, 3.0, None, 5.0, 6.0],
+        "empty": [None] * 6,
+    }
+    lines = [[*rows], *zip(*rows.values(), strict=True)]
+    lines[2] = (*lines[2][:2], "NA", None)  # among numbers it is none
+    text = "\n".join(
+        ("," if ending == "csv" else "\t").join("" if v is None else str(v) for v in line) for line in lines
+    )
+    (tmp_path / f"a.{ending}").write_text(text + "\n")
+    splits = read_splits(str(tmp_path / f"a.{ending}"))
+    assert splits["train"].to_dict() == rows
+    assert make_task(splits, label_column="label", text_columns=["text"]).labels == (
+        "NA",
+        "None",
+        "nan",
+        "null",
+        "yes",
+    )
+    (tmp_path / f"b.{ending}").write_text("label\nNA\nnull\n")
+    assert read_splits(str(tmp_path / f"b.{ending}"))["train"]["label"][:] == ["NA", "null"]
+
+
+@pytest.mark.parametrize(
+    ("ending", "text"), [("csv", ""), ("csv", "text,label\n"), ("json", ""), ("json", "[]"), ("jsonl", "\n")]
+)
+def test_a_file_without_rows_is_named(tmp_path, ending, text):
+    (tmp_path / f"a.{ending}").write_text(text)
+    with pytest.raises(ValueError, match=f"--data .*a.{ending}: the file has no rows"):
+        read_splits(str(tmp_path / f"a.{ending}"))
+
+
 @pytest.mark.parametrize("name", ["nowhere.csv", "./nowhere", "/nowhere/at/all"])
 def test_a_missing_path_is_said_to_be_missing(name):
     with pytest.raises(ValueError, match="no such file or folder"):
@@ -307,7 +343,7 @@ def test_rows_of_the_evaluation_that_were_trained_on_are_counted():
     [
         ({"eval_split": "train"}, "--eval-split train"),
         ({"select_on": "train"}, "--select-on train"),
-        ({"select_on": "nowhere"}, "no labelled rows called 'nowhere'"),
+        ({"select_on": "nowhere"}, "--select-on nowhere: allowed are held-out, none, validation"),
         ({"held_out": 0.001}, "--held-out 0.001 of 50 rows is 0 rows"),
     ],
 )

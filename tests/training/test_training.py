@@ -21,7 +21,7 @@ from transformers import AutoModelForSequenceClassification, TrainerCallback
 import peft_surgical.training.prepare as prepare_module
 from peft_surgical import LayerRanking
 from peft_surgical.training import METHODS, TrainingJob, TrainingRun, evaluate, train
-from peft_surgical.training.card import newest_checkpoint
+from peft_surgical.training.checkpoints import newest_checkpoint
 from peft_surgical.training.common import load_classifier, load_tokenizer, load_trained
 from peft_surgical.training.evaluation import majority
 
@@ -60,20 +60,29 @@ RANKED = {"method": "surgical", "score": "fisher", "samples": 20}
 
 
 @pytest.mark.parametrize(
-    ("method", "kind", "given", "rate"),
+    ("method", "decoder", "given", "rate"),
     [
-        ("full", "classification", None, 5e-5),
-        ("surgical", "classification", None, 1e-4),
-        ("surgical", "causal-lm", None, 5e-5),
-        ("last", "causal-lm", None, 5e-5),
-        ("full", "causal-lm", None, 1e-5),
-        ("full", "causal-lm", 3e-5, 3e-5),
-        ("lora", "causal-lm", None, 3e-4),
+        ("full", False, None, 5e-5),
+        ("surgical", False, None, 1e-4),
+        ("surgical", True, None, 5e-5),
+        ("last", True, None, 5e-5),
+        ("full", True, None, 1e-5),
+        ("full", True, 3e-5, 3e-5),
+        ("lora", True, None, 3e-4),
     ],
 )
-def test_the_learning_rate_is_the_one_given_or_that_of_the_evidence(method, kind, given, rate):
+def test_the_learning_rate_is_the_one_given_or_that_of_the_evidence(method, decoder, given, rate):
     job = TrainingJob(model="m", data="d", output="o", method=method, learning_rate=given)
-    assert job.learning_rate_for(kind) == rate
+    assert job.learning_rate_for(decoder) == rate
+
+
+@pytest.mark.parametrize(
+    ("family", "rate"), [("bert", 1e-4), ("t5", 1e-4), ("bart", 1e-4), ("gpt2", 5e-5), ("llama", 5e-5)]
+)
+def test_a_decoder_has_its_own_rate_also_for_labels(job, tmp_path, family, rate):
+    stack = "encoder" if family in ("t5", "bart") else None
+    asked = job(model=str(save_base(tmp_path / family, family)), stack=stack, learning_rate=None)
+    assert TrainingRun(asked).learning_rate == rate
 
 
 @pytest.mark.parametrize(
@@ -400,6 +409,63 @@ def test_a_checkpoint_that_was_not_written_to_its_end_is_passed_over(tmp_path):
     assert newest_checkpoint(tmp_path / "nothing") is None
 
 
+@pytest.mark.parametrize(
+    "name", ["optimizer.pt", "rng_state.pth", "training_args.bin", "adapter_model.safetensors", "trainer_state.json"]
+)
+def test_a_checkpoint_with_a_file_that_is_cut_off_is_told_and_passed_over(job, tmp_path, caplog, name):
+    asked = job(epochs=4, keep_checkpoints=True, select_on="none")
+    whole, first, wanted = train(asked), weights(asked.output), tmp_path / "out" / "checkpoints"
+    (tmp_path / "out" / "metrics.json").unlink()  # as if it were killed at its end
+    kept = sorted(int(path.name.rpartition("-")[2]) for path in wanted.iterdir())
+    cut = wanted / f"checkpoint-{kept[-1]}" / name
+    cut.write_bytes(cut.read_bytes()[:-100])
+    assert newest_checkpoint(wanted) == wanted / f"checkpoint-{kept[-2]}"
+    assert f"{cut} is missing or cut off: checkpoint-{kept[-1]} is skipped" in caplog.text
+    assert train(asked, resume=True)["history"] == whole["history"]
+    assert same(weights(asked.output), first)
+
+
+def test_a_best_checkpoint_that_is_cut_off_ends_no_run(job, tmp_path, caplog):
+    asked = job(
+        epochs=2, keep_checkpoints=True, learning_rate=1e-12
+    )  # the first epoch is the best, the second the last
+    train(asked)
+    best = tmp_path / "out" / "checkpoints" / "checkpoint-4" / "adapter_model.safetensors"
+    best.write_bytes(best.read_bytes()[:-100])
+    assert newest_checkpoint(best.parents[1]) is None
+    assert f"No checkpoint in {best.parents[1]} is whole, so the run starts from the beginning" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda rows: rows.select(range(50)), "60 rows then and 50 now"),
+        (
+            lambda rows: rows.map(lambda row, i: {"text": "w1"} if i == 7 else {}, with_indices=True),
+            "as many rows, with",
+        ),
+        (
+            lambda rows: rows.map(lambda row, i: {"label": 1 - row["label"]} if i == 7 else {}, with_indices=True),
+            "labels",
+        ),
+    ],
+)
+def test_a_run_is_not_resumed_on_other_rows(job, tmp_path, change, told):
+    asked = job(data=str(save_data(tmp_path / "data")))
+    TrainingRun(asked)
+    change(make_rows(60, 1)).to_parquet(str(tmp_path / "data" / "train.parquet"))
+    with pytest.raises(
+        ValueError, match=f"--resume: the training data are not those .* began with: .*{told}.*--overwrite"
+    ):
+        TrainingRun(asked, resume=True)
+    make_rows(60, 1).to_parquet(str(tmp_path / "data" / "train.parquet"))  # back as they were
+    TrainingRun(asked, resume=True)
+    job_file = tmp_path / "out" / "job.json"
+    job_file.write_text(json.dumps({k: v for k, v in json.loads(job_file.read_text()).items() if k != "rows"}))
+    change(make_rows(60, 1)).to_parquet(str(tmp_path / "data" / "train.parquet"))
+    TrainingRun(asked, resume=True)  # a run of an earlier version, of which nothing is known
+
+
 @pytest.mark.parametrize("options", [{"epochs": 1}, {"batch_size": 8}, {"max_steps": 3}])
 def test_a_resumed_run_keeps_its_options_and_may_only_become_longer(job, options):
     TrainingRun(job(max_steps=4))
@@ -469,7 +535,7 @@ def test_a_mistake_in_the_data_leaves_no_folder_behind(job, tmp_path):
         ({"task": "tagging"}, "--task tagging: allowed are"),
         ({"dtype": "int8"}, "--dtype int8: allowed are"),
         ({"warmup": 1.5}, "--warmup 1.5: allowed are fractions from 0 to below 1"),
-        ({"epochs": 0}, "--epochs 0 must be above 0"),
+        ({"epochs": 0}, "--epochs 0: allowed are numbers above 0"),
         ({"method": "surgical", "layers": "last:2", "top_k": 2}, "--layers last:2 and --top-k both choose"),
         ({"method": "surgical", "layers": "last:2", "ranking": "r"}, "--layers last:2 and --ranking both choose"),
         ({"layers": "last:2", "score": "fisher"}, "--layers last:2 and --score both choose"),
@@ -479,8 +545,8 @@ def test_a_mistake_in_the_data_leaves_no_folder_behind(job, tmp_path):
         ({"method": "full", "lora_r": 4}, "--lora-r has no meaning with --method full; it goes with spafit, lora"),
         ({"bf16": True, "fp16": True}, "--bf16 and --fp16"),
         ({"early_stopping": 1, "select_on": "none"}, "--early-stopping looks at the rows that --select-on none"),
-        ({"early_stopping": 0}, "--early-stopping 0 must be above 0"),
-        ({"log_every": 0}, "--log-every 0 must be above 0"),
+        ({"early_stopping": 0}, "--early-stopping 0: allowed are numbers above 0"),
+        ({"log_every": 0}, "--log-every 0: allowed are numbers above 0"),
     ],
 )
 def test_options_that_make_no_sense_are_refused_by_name(options, message):
@@ -549,6 +615,14 @@ def test_evaluation_refuses_what_does_not_fit(job, tmp_path, data):
         evaluate(run.folder, data=str(tmp_path / "pairs"))
     with pytest.raises(ValueError, match="labelled rows called 'test'"):
         evaluate(run.folder, split="test")
+    make_rows(4, 1).rename_columns({"text": "said", "label": "stars"}).to_csv(tmp_path / "other.csv")
+    told = (
+        r"trained on the columns \['text', 'label'\], and the data has \['said', 'stars'\]. Name .* --text-column and"
+    )
+    with pytest.raises(ValueError, match=f"--data .*other.csv: the run was {told} --label-column"):
+        evaluate(run.folder, data=str(tmp_path / "other.csv"))
+    with pytest.raises(ValueError, match=r"trained on the columns \['label'\]"):
+        evaluate(run.folder, data=str(tmp_path / "other.csv"), text_columns=["said"])
 
 
 def test_a_base_that_moved_can_be_named(job, base, tmp_path):
@@ -573,7 +647,9 @@ def test_the_card_tells_ranking_results_rows_and_the_exact_configuration(job, tm
     assert "measured on 6 rows: 10% of the training rows, held out." in card
     assert "too good" not in card
     config = json.loads(re.search(r"```json\n(.*?)```", card, re.S).group(1))
-    assert config == {**json.loads((tmp_path / "out" / "job.json").read_text()), "learning_rate": 1e-2}
+    saved = json.loads((tmp_path / "out" / "job.json").read_text())
+    assert saved.pop("rows")["count"] == 60
+    assert config == {**saved, "learning_rate": 1e-2}
     assert card.startswith("---\n")
     assert "base_model:" not in card  # a folder, which the hub refuses
 
@@ -642,18 +718,22 @@ def test_the_majority_is_what_scikit_learns_dummy_reaches():
             "--fisher-labels drawn: allowed are given, sampled, exact",
         ),
         ({"method": "surgical", "score": "fisher", "aggregation": "sum"}, "--aggregation sum: allowed are frobenius"),
-        ({"method": "surgical", "ranking": "nowhere.json"}, "nowhere.json"),
+        (
+            {"method": "surgical", "ranking": "nowhere.json"},
+            "--ranking nowhere.json names no saved ranking.*rank --output",
+        ),
+        ({"method": "surgical", "ranking": __file__}, "--ranking .*test_training.py names no saved ranking"),
         ({"method": "spafit", "group_2": "biases"}, "biases"),
         ({"method": "spafit", "preset": "SPAFIT-9"}, "SPAFIT-9"),
-        ({"report_to": "tensorbord"}, "--report-to tensorbord: .*installed"),
-        ({"report_to": "wandb"}, "--report-to wandb: .*installed.*pip install .peft-surgical.wandb."),
-        ({"optim": "adam_w"}, "--optim adam_w: transformers has none of this name; allowed are .*adam"),
+        ({"report_to": "tensorbord"}, "--report-to tensorbord: allowed are none, all, .*tensorboard, .*wandb"),
+        ({"report_to": "wandb"}, r"--report-to wandb: .*installed: pip install .\.\[wandb\]. in a checkout"),
+        ({"optim": "adam_w"}, "--optim adam_w: transformers has none of this name; allowed are .*sgd"),
         ({"optim": "adamw_bnb_8bit"}, "bitsandbytes, which is not installed|needs a GPU"),
         ({"encoding": "utf8-8"}, "--encoding: unknown encoding"),
         ({"fp16": True}, "--fp16 needs a GPU"),
         ({"metric": "pearson"}, "--metric pearson: for classification allowed are"),
-        ({"select_on": "valid"}, "labelled rows called 'valid'"),
-        ({"eval_split": "dev"}, "labelled rows called 'dev'"),
+        ({"select_on": "valid"}, "--select-on valid: allowed are held-out, none, validation"),
+        ({"eval_split": "dev"}, "--eval-split dev: allowed are validation"),
         ({"text_columns": ("txt",)}, "--text-column txt"),
         ({"label_column": "lable"}, "--label-column lable"),
     ],
@@ -670,7 +750,9 @@ def test_a_typo_is_told_before_the_model_is_loaded_and_leaves_no_folder(job, tmp
     "options",
     [
         *({name: value} for name in ("top_k", "max_train_samples", "lora_r", "lora_alpha") for value in (0, -1)),
-        {"learning_rate": 0.0},
+        *({name: value} for name in ("epochs", "learning_rate") for value in (0.0, float("inf"), float("nan"))),
+        *({name: -1} for name in ("weight_decay", "max_grad_norm", "seed", "head_seeds")),
+        *({"max_steps": value} for value in (0, -2)),
         {"lora_dropout": 1.0},
     ],
 )

@@ -7,6 +7,7 @@ import math
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations
 from typing import Any
 
 from torch import nn
@@ -197,9 +198,9 @@ def _items_by_stack(model: nn.Module, config: Any) -> dict[Stack, list[Mapping]]
         return {_only_stack(model, stacks, "strata={'%s': [...]}"): config.strata}
     if not in_pairs:
         stack = _only_stack(model, stacks, "strata={'%s': [...]} in place of n1 and n2")
-        return {stack: _group_items(config, stack, len(stack))}
-    deepest = max(map(len, stacks.values()))
-    found = {stack: _group_items(config, stack, deepest) for stack in stacks.values()}
+        return {stack: _group_items(config, stack, [len(stack)])}
+    depths = [len(stack) for stack in stacks.values()]
+    found = {stack: _group_items(config, stack, depths) for stack in stacks.values()}
     logger.warning(
         "n1=%s and n2=%s apply to each stack of this encoder-decoder model as fractions of its depth: %s. Give "
         "strata={'stack': [...]} to choose otherwise.",
@@ -221,19 +222,35 @@ def _only_stack(model: nn.Module, stacks: Mapping[str, Stack], how: str) -> Stac
     return choose_stack(model)
 
 
-def _group_items(config: Any, stack: Stack, reference: int) -> list[Mapping]:
-    first, second = groups(config.n1, config.n2, len(stack), reference)
+def _group_items(config: Any, stack: Stack, depths: Sequence[int]) -> list[Mapping]:
+    first, second = groups(config.n1, config.n2, len(stack), max(depths))
     if not 0 < first < second < len(stack):
         raise ValueError(
-            f"n1={config.n1!r} and n2={config.n2!r} leave a group without layers in {stack}: group 1 has {first}, "
-            f"group 2 {second - first}, group 3 {len(stack) - second}. To do without a group, name the others: "
-            'strata=[{"layers": "0-4", "tune": "bitfit"}, {"layers": "5-", "tune": "lora"}].'
+            f"n1={config.n1!r} and n2={config.n2!r} leave a group without layers in {stack}: group 1 has "
+            f"{min(first, len(stack))}, group 2 {max(0, min(second, len(stack)) - first)}, group 3 "
+            f"{max(0, len(stack) - second)}. {_advise(stack, depths)}"
         )
     return [
         {"layers": f"0-{first - 1}", "tune": "frozen"},
         {"layers": f"{first}-{second - 1}", "tune": config.group_2},
         {"layers": f"{second}-", "tune": "lora"},
     ]
+
+
+def _advise(stack: Stack, depths: Sequence[int]) -> str:
+    """What fits stacks of these depths, one of which is given: SPAFIT's groups, and less than three."""
+    reference, half = max(depths), len(stack) // 2
+    fitting = [
+        (n1, n2)
+        for n1, n2 in combinations(range(reference), 2)
+        if all(0 < first < second < depth for depth in depths for first, second in [groups(n1, n2, depth, reference)])
+    ]
+    near = min(fitting, key=lambda n: abs(n[0] + 1 - reference / 5) + abs(n[1] + 1 - reference / 2.5), default=None)
+    lower = f'{{"layers": "0-{half - 1}", "tune": "bitfit"}}, ' if half else ""
+    strata = f'[{lower}{{"layers": "{half}-", "tune": "lora"}}]'
+    strata = f'{{"{stack.name}": {strata}}}' if len(depths) > 1 else strata
+    fits = f"n1={near[0]} and n2={near[1]} fit" if near else "Three groups need three layers"
+    return f"{fits}. To do without a group, name the others: strata={strata}."
 
 
 def _make_stratum(item: Mapping, stack: Stack, config: Any) -> Stratum:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import logging
 import math
+import re
 
 import numpy as np
 import pytest
@@ -240,6 +242,25 @@ def test_marks_that_cannot_be_are_refused_without_a_model(n1, n2, error, message
 def test_a_group_without_layers_is_refused(n1, n2):
     with pytest.raises(ValueError, match=r"group without layers.*layers 0 to 3.*strata="):
         strata_of(build("bert"), n1=n1, n2=n2)
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        *(("bert", {"num_hidden_layers": depth}) for depth in (1, 2, 3, 4, 12, 24)),
+        *(("t5", {"num_layers": 12, "num_decoder_layers": depth}) for depth in (2, 3, 12)),
+    ],
+)
+def test_what_the_error_about_groups_advises_fits_the_model(family, options):
+    model = build(family, **options)
+    with pytest.raises(ValueError, match="leave a group without layers") as error:
+        resolve_strata(model, StratifiedConfig(n1=40, n2=41))
+    fitting = re.search(r"n1=(\d+) and n2=(\d+) fit", str(error.value))
+    assert (fitting is None) == (min(options.values()) < 3)
+    if fitting is not None:
+        assert resolve_strata(model, StratifiedConfig(n1=int(fitting[1]), n2=int(fitting[2])))
+    strata = ast.literal_eval(re.search(r"strata=(.*)\.$", str(error.value))[1])
+    assert resolve_strata(model, StratifiedConfig(strata=strata))
 
 
 def test_a_model_whose_attention_is_not_known_lists_its_linear_modules():
