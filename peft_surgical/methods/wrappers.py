@@ -80,6 +80,30 @@ def check_alone(model: nn.Module, config: Any, name: str) -> None:
         )
 
 
+@contextmanager
+def unwrapped(model: nn.Module) -> Iterator[None]:
+    """Let what is put into the model in the block see the base's own modules; it goes outside of their wrappers."""
+    places = list(_outer_wrappers(model))
+    try:
+        for parent, name, wrapper in places:
+            setattr(parent, name, wrapper.get_base_layer())
+        yield
+    finally:
+        for parent, name, wrapper in places:
+            if (now := getattr(parent, name)) is wrapper.get_base_layer():
+                setattr(parent, name, wrapper)
+            else:
+                now.base_layer = wrapper
+
+
+def _outer_wrappers(module: nn.Module) -> Iterator[tuple[nn.Module, str, Any]]:
+    for name, child in module.named_children():
+        if isinstance(child, BaseTunerLayer) and not isinstance(child, TunedInPlace):
+            yield module, name, child
+        else:
+            yield from _outer_wrappers(child)
+
+
 # ---- taken out
 
 
