@@ -114,6 +114,14 @@ class StratifiedModel(DeltaTuner, LoraModel):  # type: ignore[misc]
         # LoRA alone may have PEFT's own bias="all", which trains the base's biases and saves them
         return lambda name: is_known(name) or (name.endswith(".bias") and config.bias != "none")
 
+    @classmethod
+    def _convert_state_dict_for_initial_model(cls, *args: Any, **kwargs: Any) -> Any:
+        raise ValueError(
+            "path_initial_model_for_weight_conversion is not for adapters of StratifiedConfig: PEFT would keep LoRA's "
+            "matrices alone, without copies and heads. Save the adapter without it, or merge it; for LoRA that is to be "
+            "converted use peft's LoraConfig."
+        )
+
     def _unite_choice(self, united: Any, configs: Sequence[Any]) -> None:
         stratified = [config.is_stratified for config in configs]
         if any(config.target_parameters for config in configs) or any(stratified) != all(stratified):
@@ -211,6 +219,10 @@ class StratifiedModel(DeltaTuner, LoraModel):  # type: ignore[misc]
         if any(module.merged for module in self._tuner_layers()):
             warnings.warn("An adapter cannot be added while others are merged. Unmerging them first.", stacklevel=2)
             self.unmerge_adapter()
+        if kwargs.get("low_cpu_mem_usage") and getattr(self.peft_config[adapter_name], "monteclora_config", None):
+            kwargs["low_cpu_mem_usage"] = (
+                False  # PEFT makes no sampler on the meta device, and the file has its tensors
+            )
         with whole_or_not_at_all(self, self.peft_config.keys() - {adapter_name}, not has_wrappers(model)):
             super().inject_adapter(model, adapter_name, *args, **kwargs)
             config: Any = self.peft_config[adapter_name]
