@@ -30,7 +30,7 @@ from peft_surgical.methods.stratified.layers import RestoresBase, StratifiedInPl
 from peft_surgical.methods.stratified.strata import plain_strata, resolve_strata, unite_strata
 from peft_surgical.methods.stratified.tensors import check_choice, choose
 from peft_surgical.methods.tuner import DeltaTuner
-from peft_surgical.methods.wrappers import has_wrappers, whole_or_not_at_all
+from peft_surgical.methods.wrappers import has_wrappers, live_tensors, whole_or_not_at_all
 from peft_surgical.names import PREFIX, without_wrappers
 
 
@@ -118,8 +118,8 @@ class StratifiedModel(DeltaTuner, LoraModel):  # type: ignore[misc]
     def _convert_state_dict_for_initial_model(cls, *args: Any, **kwargs: Any) -> Any:
         raise ValueError(
             "path_initial_model_for_weight_conversion is not for adapters of StratifiedConfig: PEFT would keep LoRA's "
-            "matrices alone, without copies and heads. Save the adapter without it, or merge it; for LoRA that is to be "
-            "converted use peft's LoraConfig."
+            "matrices alone, without copies and heads. Save the adapter without it, or merge it; for LoRA that is to "
+            "be converted use peft's LoraConfig."
         )
 
     def _unite_choice(self, united: Any, configs: Sequence[Any]) -> None:
@@ -219,13 +219,14 @@ class StratifiedModel(DeltaTuner, LoraModel):  # type: ignore[misc]
         if any(module.merged for module in self._tuner_layers()):
             warnings.warn("An adapter cannot be added while others are merged. Unmerging them first.", stacklevel=2)
             self.unmerge_adapter()
-        if kwargs.get("low_cpu_mem_usage") and getattr(self.peft_config[adapter_name], "monteclora_config", None):
-            kwargs["low_cpu_mem_usage"] = (
-                False  # PEFT makes no sampler on the meta device, and the file has its tensors
-            )
         with whole_or_not_at_all(self, self.peft_config.keys() - {adapter_name}, not has_wrappers(model)):
             super().inject_adapter(model, adapter_name, *args, **kwargs)
             config: Any = self.peft_config[adapter_name]
+            is_meta = any(tensor.is_meta for tensor in live_tensors(model, adapter_name).values())
+            if is_meta and getattr(config, "monteclora_config", None):  # PEFT makes no sampler there, nor loads it
+                raise ValueError(
+                    "An adapter with monteclora_config cannot be loaded by low_cpu_mem_usage=True. Drop it."
+                )
             for module in self._tuner_layers() if config.resolution.copies else ():
                 if isinstance(module, RestoresBase):
                     module.beside_copies = module.beside_copies | {adapter_name}
