@@ -22,7 +22,7 @@ from peft_surgical.bank.memory import Footprint, NoRoomError, Task, parse_budget
 from peft_surgical.bank.residency import CompiledResidency, EagerResidency
 from peft_surgical.layers import unwrap
 from peft_surgical.methods.heads import apply_label_settings
-from peft_surgical.methods.wrappers import BASE
+from peft_surgical.methods.rows import BASE
 
 
 class DeltaBank:

@@ -27,9 +27,9 @@ from peft_surgical.methods.heads import (
     label_settings,
     take_out_own,
 )
+from peft_surgical.methods.rows import BASE
 from peft_surgical.methods.stratified.config import CHANGES_BASE
 from peft_surgical.methods.surgical import SurgicalConfig, resolve_surgical
-from peft_surgical.methods.wrappers import BASE
 from peft_surgical.names import PREFIX, SEPARATOR, CopyName, as_plain, base_path
 
 

@@ -24,7 +24,7 @@ from peft_surgical.distributed import check_not_prepared
 from peft_surgical.files.adapter import touched_names
 from peft_surgical.files.base import base_tensors, check_base, describe_base
 from peft_surgical.fisher.model_state import uninterrupted
-from peft_surgical.methods import heads, wrappers
+from peft_surgical.methods import heads, rows, wrappers
 from peft_surgical.methods.before_training import adapter_parameters, before_training
 from peft_surgical.methods.combine import add_weighted_adapter
 from peft_surgical.methods.held_buffers import keep_statistics
@@ -251,7 +251,7 @@ class DeltaTuner(SavedState, BaseTuner):
         with ExitStack() as stack:
             if names is not None:
                 beams = kwargs.get("num_beams") or 1
-                stack.enter_context(wrappers.adapter_names_in_forward(self, names, [*args, *kwargs.values()], beams))
+                stack.enter_context(rows.adapter_names_in_forward(self, names, [*args, *kwargs.values()], beams))
             elif self.training and torch.is_grad_enabled():
                 before_training(self)
                 stack.enter_context(self._held_buffers.during_forward(self.model))
