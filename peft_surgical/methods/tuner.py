@@ -229,9 +229,11 @@ class DeltaTuner(SavedState, BaseTuner):
                 settings = getattr(self.peft_config.get(name), "labels", None) or settings
         heads.apply_label_settings(self.model, settings)
 
-    def delete_adapter(self, adapter_name: str) -> None:
-        """Delete an adapter. If it was the active one, the oldest remaining one becomes active on all modules."""
-        wrappers.delete_adapter(self, adapter_name)
+    delete_adapter = wrappers.delete_adapter
+
+    def merge_adapter(self, adapter_names: list[str] | None = None, safe_merge: bool = False) -> None:
+        wrappers.check_named(self, adapter_names)
+        super().merge_adapter(adapter_names, safe_merge)
 
     def train(self, mode: bool = True) -> Self:
         """As in `nn.Module`, except that running statistics of frozen modules do not move in training."""
@@ -294,5 +296,4 @@ class DeltaTuner(SavedState, BaseTuner):
         """What is trained at present, layer by layer, and how far down the backward pass goes."""
         return tuning_report(self.model)
 
-    def _unload_and_optionally_merge(self, *args: Any, **kwargs: Any) -> Any:
-        return wrappers.unload(self, *args, **kwargs)
+    _unload_and_optionally_merge = wrappers.unload

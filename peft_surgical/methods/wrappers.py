@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -106,7 +106,7 @@ def unload(
         if isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper))
     ]
     if merge:
-        tuner.merge_adapter(adapter_names, safe_merge)
+        _merge_with_heads(tuner, adapter_names, safe_merge)
     else:
         tuner.unmerge_adapter()
     for _, module in wrapped:
@@ -140,8 +140,28 @@ def unload(
     return tuner.model
 
 
+def _merge_with_heads(tuner: Any, adapter_names: list[str] | None, safe_merge: bool) -> None:
+    """Merge adapters, of which the head and the labels are those that are active."""
+    check_named(tuner, adapter_names)
+    layers = [module for module in tuner.model.modules() if isinstance(module, BaseTunerLayer)]
+    active, merged = tuner.active_adapters, [name for layer in layers for name in layer.merged_adapters]
+    if adapter_names is not None:
+        tuner.set_adapter(list(dict.fromkeys([*merged, *adapter_names])))
+    try:
+        tuner.merge_adapter(safe_merge=safe_merge)
+    except BaseException:
+        tuner.set_adapter(active)
+        raise
+
+
+def check_named(tuner: Any, adapter_names: Sequence[str] | None) -> None:
+    """Refuse to merge adapters that there are not; PEFT would merge nothing, and give the base."""
+    if adapter_names is not None and (not adapter_names or set(adapter_names) - tuner.peft_config.keys()):
+        raise ValueError(f"adapter_names={adapter_names!r}: the adapters to merge are of {[*tuner.peft_config]}.")
+
+
 def delete_adapter(tuner: Any, adapter_name: str) -> None:
-    """Delete one adapter; see `DeltaTuner.delete_adapter`."""
+    """Delete an adapter. If it was the active one, the oldest remaining one becomes active on all modules."""
     if adapter_name not in tuner.peft_config:
         raise ValueError(f"Adapter {adapter_name} does not exist. Adapters: {', '.join(tuner.peft_config)}.")
     check_adapters_not_merged(tuner.model, adapter_name)

@@ -258,6 +258,26 @@ def test_rows_are_not_mistaken_for_as_many_tokens(method, has_tokens_first):
 
 
 @methods
+def test_a_named_adapter_is_merged_with_its_own_head_and_labels(method):
+    """PEFT would take the head of the adapter that is active."""
+    model = add(make(method, "bert", [1, 2], name="one"), method, "bert", [2, 3], name="two")
+    expected, other = outputs(model, "bert", "one"), outputs(model, "bert", "two")
+    for names in (["none"], []):
+        for merge in (model.merge_and_unload, model.merge_adapter):
+            with pytest.raises(ValueError, match=r"adapter_names=.*: the adapters to merge are of \['one', 'two'\]"):
+                merge(adapter_names=names)
+    assert torch.equal(outputs(model, "bert"), other)
+    broken = copy.deepcopy(model)
+    for name, parameter in broken.named_parameters():
+        if ".one." in name and ".encoder." in name:
+            parameter.data.fill_(float("nan"))
+    with pytest.raises(ValueError, match="NaNs detected"):
+        broken.merge_and_unload(safe_merge=True, adapter_names=["one"])
+    assert torch.equal(outputs(broken, "bert"), other)
+    torch.testing.assert_close(outputs(model.merge_and_unload(adapter_names=["one"]), "bert"), expected)
+
+
+@methods
 def test_wrong_names_in_a_batch_raise(method):
     model = make(method, "bert", [1], name="rte")
     before = outputs(model, "bert")

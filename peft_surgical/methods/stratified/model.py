@@ -30,7 +30,7 @@ from peft_surgical.methods.stratified.layers import RestoresBase, StratifiedInPl
 from peft_surgical.methods.stratified.strata import plain_strata, resolve_strata, unite_strata
 from peft_surgical.methods.stratified.tensors import check_choice, choose
 from peft_surgical.methods.tuner import DeltaTuner
-from peft_surgical.methods.wrappers import has_wrappers, live_tensors, whole_or_not_at_all
+from peft_surgical.methods.wrappers import check_named, has_wrappers, live_tensors, whole_or_not_at_all
 from peft_surgical.names import PREFIX, without_wrappers
 
 
@@ -248,6 +248,7 @@ class StratifiedModel(DeltaTuner, LoraModel):  # type: ignore[misc]
             adapter_names: The adapters; the active ones if None.
             safe_merge: Check that the merged values are finite first.
         """
+        check_named(self, adapter_names)
         # copies stand for the base's weights, to which LoRA adds: they go first
         modules = sorted(self._tuner_layers(), key=lambda module: not isinstance(module, TunedModule))
         merged = list(dict.fromkeys(name for module in modules for name in module.merged_adapters))
