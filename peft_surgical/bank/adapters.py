@@ -196,18 +196,18 @@ class InjectedAdapters:
         config.inference_mode = True
         if hasattr(config, "labels"):  # heads are resized here, and the file was checked before
             config.labels, config.check_base, config.record = None, False, {}
-            for of_file in ("_source", "_opened"):
-                vars(config).pop(of_file, None)
+            config.__dict__ = {k: v for k, v in vars(config).items() if k not in ("_source", "_opened")}
         with _ValuesLeftOut() if method in _MADE_OF_WEIGHTS else nullcontext():
             if method not in self._peft_models:
                 vars(self.model).pop("peft_config", None)  # PEFT warns of a second method, which is meant here
                 with unwrapped(self.model) if hasattr(config, PROJECTION) else nullcontext():
-                    self._peft_models[method] = PeftModel(self.model, config, task.adapter).eval()
+                    self._peft_models[method] = PeftModel(self.model, config, task.adapter)
             else:
                 tuner: Any = self._peft_models[method].base_model
                 tuner.active_adapter = task.adapter  # and PEFT looks for the method's options in all of these configs:
                 tuner.peft_config = {n: c for n, c in self.configs.items() if method_of(c) == method}
                 self._peft_models[method].add_adapter(task.adapter, config)
+        self._peft_models[method].eval()  # dropout too that PEFT has made for this adapter
 
     def _adopt(self) -> None:
         """Let all wrappers share one list of active adapters, and remember them by their paths in the base."""

@@ -102,6 +102,8 @@ class BaseIndex:
             own = {id(self.tensors.get(f"{e.name.rpartition('.')[0]}.weight")) for e in found.values()}
             task.whole |= {name.rpartition(".")[0] for name, tensor in self.tensors.items() if id(tensor) in own}
             task.tuned -= task.whole
+            if len(task.whole) > len(own):  # for a second task PEFT would put one wrapper into another
+                raise ValueError("A DeltaBank takes no TRAINABLE_TOKENS that a head shares. Load it with PeftModel.")
         if hasattr(config, PROJECTION):
             task.projection = self._projection_of(config, found.values())
         task.labels = dict(labels or getattr(config, "labels", None) or self._labels_in(task))

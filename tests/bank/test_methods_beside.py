@@ -5,8 +5,9 @@ from __future__ import annotations
 import peft
 import pytest
 import torch
-from peft import LoraConfig, RandLoraConfig, TrainableTokensConfig, VeraConfig
+from peft import BOFTConfig, LoraConfig, RandLoraConfig, TrainableTokensConfig, VeraConfig, get_peft_model
 from test_bank import X, ask, base, fill, save_task
+from tiny_models import build
 
 from peft_surgical import SurgicalConfig
 from peft_surgical.bank import DeltaBank
@@ -156,6 +157,32 @@ def test_a_shared_projection_is_the_same_whatever_wraps_its_modules_first(first,
         bank = fill(DeltaBank(base(), compiled=compiled), tmp_path, order)
         for name in [*order, *order, None]:
             torch.testing.assert_close(ask(bank, name), answers[name], atol=1e-5, rtol=0, msg=f"{order} {name}")
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        lambda: LoraConfig(task_type="SEQ_CLS", target_modules=["query"], lora_dropout=0.5, init_lora_weights=False),
+        lambda: RandLoraConfig(
+            task_type="SEQ_CLS", target_modules=["query"], r=4, randlora_dropout=0.5, save_projection=False
+        ),
+        lambda: BOFTConfig(task_type="SEQ_CLS", target_modules=["query"], boft_block_size=4, boft_dropout=0.5),
+    ],
+    ids=["LORA", "RANDLORA", "BOFT"],
+)
+def test_nothing_is_dropped_in_a_second_task_of_a_method(config, tmp_path):
+    answers = {name: save_task(tmp_path, name, config(), seed=i) for i, name in enumerate("abc")}
+    bank = fill(DeltaBank(base()), tmp_path, answers)
+    for name in [*answers, *answers]:
+        torch.testing.assert_close(ask(bank, name), answers[name], atol=1e-6, rtol=0)
+    assert not any(module.training for module in bank.model.modules())
+
+
+def test_trained_tokens_that_a_head_shares_are_refused(tmp_path):
+    config = TrainableTokensConfig(task_type="CAUSAL_LM", target_modules=["embed_tokens"], token_indices=[3, 4])
+    get_peft_model(build("llama", tie_word_embeddings=True), config).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="takes no TRAINABLE_TOKENS that a head shares. Load it with PeftModel"):
+        DeltaBank(build("llama", tie_word_embeddings=True)).add("task", tmp_path)
 
 
 def test_trained_tokens_and_tasks_that_tune_the_embeddings_need_banks_of_their_own(tmp_path):
