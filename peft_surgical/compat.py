@@ -46,6 +46,7 @@ PRIVATE_NAMES: dict[str, tuple[str, ...]] = {
         "_check_merge_allowed",
         "_check_target_module_compatiblity",  # PEFT's spelling
         "_check_target_module_exists",
+        "_convert_state_dict_for_initial_model",
         "_create_and_replace",
         "_enable_adapter_layers",
         "_get_adapter_state_dict",

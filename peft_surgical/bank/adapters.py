@@ -24,7 +24,8 @@ from peft_surgical.files.adapter import method_of
 from peft_surgical.files.check import check_tensors
 from peft_surgical.files.safetensors_io import Spec
 from peft_surgical.methods.config import DeltaConfig
-from peft_surgical.methods.wrappers import BASE, KNOW_ROWS, hook_rows
+from peft_surgical.methods.rows import BASE, KNOW_ROWS, hook_rows
+from peft_surgical.methods.wrappers import unwrapped
 from peft_surgical.names import PREFIX, STRATIFIED, SURGICAL, base_path
 
 
@@ -195,18 +196,18 @@ class InjectedAdapters:
         config.inference_mode = True
         if hasattr(config, "labels"):  # heads are resized here, and the file was checked before
             config.labels, config.check_base, config.record = None, False, {}
-            for of_file in ("_source", "_opened"):
-                vars(config).pop(of_file, None)
-        peft_model = self._peft_models.get(method)
+            config.__dict__ = {k: v for k, v in vars(config).items() if k not in ("_source", "_opened")}
         with _ValuesLeftOut() if method in _MADE_OF_WEIGHTS else nullcontext():
-            if peft_model is None:
+            if method not in self._peft_models:
                 vars(self.model).pop("peft_config", None)  # PEFT warns of a second method, which is meant here
-                peft_model = PeftModel(self.model, config, task.adapter).eval()
-                peft_model.base_model.peft_config = self.model.peft_config = self.configs  # type: ignore[assignment]
-                self._peft_models[method] = peft_model
+                with unwrapped(self.model) if hasattr(config, PROJECTION) else nullcontext():
+                    self._peft_models[method] = PeftModel(self.model, config, task.adapter)
             else:
-                peft_model.base_model.active_adapter = task.adapter  # type: ignore[assignment]
-                peft_model.add_adapter(task.adapter, config)
+                tuner: Any = self._peft_models[method].base_model
+                tuner.active_adapter = task.adapter  # and PEFT looks for the method's options in all of these configs:
+                tuner.peft_config = {n: c for n, c in self.configs.items() if method_of(c) == method}
+                self._peft_models[method].add_adapter(task.adapter, config)
+        self._peft_models[method].eval()  # dropout too that PEFT has made for this adapter
 
     def _adopt(self) -> None:
         """Let all wrappers share one list of active adapters, and remember them by their paths in the base."""
@@ -221,7 +222,9 @@ class InjectedAdapters:
             elif isinstance(module, ModulesToSaveWrapper):
                 self.heads[base_path(path)] = module
         for peft_model in self._peft_models.values():
-            peft_model.base_model.active_adapter = self.active  # type: ignore[assignment]
+            tuner: Any = peft_model.base_model
+            tuner.active_adapter, tuner.peft_config = self.active, self.configs
+            self.model.peft_config = self.configs  # type: ignore[assignment]
         self._is_adopted = True
 
     def _collect(self, task: Task) -> AdapterSlots:

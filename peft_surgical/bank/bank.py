@@ -18,11 +18,11 @@ from peft_surgical.bank.adapters import InjectedAdapters
 from peft_surgical.bank.base import BaseIndex
 from peft_surgical.bank.cache import BankStats, RemovedError, TaskCache
 from peft_surgical.bank.lock import SwitchLock
-from peft_surgical.bank.memory import NoRoomError, Task, parse_budget
+from peft_surgical.bank.memory import Footprint, NoRoomError, Task, parse_budget
 from peft_surgical.bank.residency import CompiledResidency, EagerResidency
 from peft_surgical.layers import unwrap
 from peft_surgical.methods.heads import apply_label_settings
-from peft_surgical.methods.wrappers import BASE
+from peft_surgical.methods.rows import BASE
 
 
 class DeltaBank:
@@ -77,7 +77,7 @@ class DeltaBank:
             self._base.tensors, device, device_bytes, host_bytes, lambda task: self._residency.withdraw(task)
         )
         self._tasks: dict[str, Task] = {}
-        self._removed: dict[tuple[frozenset[str], frozenset[str]], str] = {}  # see `BaseIndex.check_beside`
+        self._removed: dict[Footprint, str] = {}  # see `BaseIndex.check_beside`
         make = CompiledResidency if compiled else EagerResidency
         self._residency = make(self._adapters, self._cache, self._tasks)
         self._lock = SwitchLock(self._switch)
@@ -91,7 +91,7 @@ class DeltaBank:
 
         Args:
             name: What to call it, any text but `"__base__"`.
-            source: Its saved adapter, of any PEFT method that puts modules into the model: a folder or a hub name.
+            source: Its saved adapter, of this package or a PEFT method that only puts modules in: a folder or hub name.
             labels: `num_labels`, `id2label` and `label2id`, where the adapter's config does not tell them, as stock
                 PEFT's do not.
 
@@ -108,8 +108,8 @@ class DeltaBank:
         with self._cache.lock:
             self._refuse_known(name)  # another thread may have been faster
             with _naming(name):
-                there = [(repr(other.name), other.whole, other.tuned) for other in self._tasks.values()]
-                self._base.check_beside(task, there + [(said, *modules) for modules, said in self._removed.items()])
+                there = [(repr(other.name), other.footprint) for other in self._tasks.values()]
+                self._base.check_beside(task, there + [(said, left) for left, said in self._removed.items()])
             self._tasks[name] = task
 
     def remove(self, name: str) -> None:
@@ -126,8 +126,7 @@ class DeltaBank:
                 self._clear()
                 self._lock.forget_key()
             if self._residency.forget(task):
-                said = f"{name!r} (removed, but its wrappers stay in the model)"
-                self._removed[frozenset(task.whole), frozenset(task.tuned)] = said
+                self._removed[task.footprint] = f"{name!r} (removed, but its wrappers stay in the model)"
             del self._tasks[name]  # only now, so that an interrupted removal may be tried again
             task.is_removed = True
 

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Collection, Iterable, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, cast
 
 import torch
 from peft import PeftConfig
-from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
-from peft.tuners.tuners_utils import BaseTuner
 from torch import nn
 
-from peft_surgical.bank.memory import Copies, Layout, Task, TaskFile
+from peft_surgical.bank.memory import Copies, Footprint, Layout, Task, TaskFile
 from peft_surgical.files.adapter import Entry, method_of, touched_by
 from peft_surgical.files.base import check_base, describe_base
 from peft_surgical.files.check import check_tensors, decoded_shapes
@@ -29,9 +27,9 @@ from peft_surgical.methods.heads import (
     label_settings,
     take_out_own,
 )
+from peft_surgical.methods.rows import BASE
 from peft_surgical.methods.stratified.config import CHANGES_BASE
 from peft_surgical.methods.surgical import SurgicalConfig, resolve_surgical
-from peft_surgical.methods.wrappers import BASE
 from peft_surgical.names import PREFIX, SEPARATOR, CopyName, as_plain, base_path
 
 
@@ -42,10 +40,18 @@ _NOT_TAKEN = {
     "layer_replication": "changes the layers that all tasks share",
     "alora_invocation_tokens": "needs PeftModel's own forward to look for these tokens",
     "arrow_config": "computes with all adapters in the model at once",
+    "save_projection": "puts into each file what all tasks share (save the adapter with save_projection=False)",
 }
 """Options of PEFT's methods, and why a switch cannot serve them."""
+_TAKEN = (
+    *("LORA", "SURGICAL", "STRATIFIED", "BEFT", "BOFT", "C3A", "DEFT", "FOURIERFT", "GLORA", "GRALORA", "HIRA"),
+    *("HRA", "IA3", "LILY", "LN_TUNING", "LOHA", "LOKR", "MISS", "OFT", "OSF", "PEANUT", "PSOFT", "PVERA"),
+    *("RANDLORA", "ROAD", "TRAINABLE_TOKENS", "VERA", "WAVEFT"),
+)
+"""The methods that answer rightly in a bank; others need more than the modules that hold their tensors."""
 PROJECTION = "projection_prng_key"
 """The option that only methods have whose adapters all share one random projection, which no file holds."""
+_OF_PROJECTION = (PROJECTION, "r", "sparse", "very_sparse")
 
 
 class BaseIndex:
@@ -57,7 +63,6 @@ class BaseIndex:
         self._model: Any = structure_of(model, {})  # wrappers that come later do not show in it
         self._record = describe_base(self._model)
         self._embeddings = embedding_tensors(self._model)
-        self._projections: dict[str, Any] = {}  # by method, the key of the first task's
         self._known: set[str] = set()  # the records that were found to be of this base
         self._choose = lru_cache(maxsize=256)(self._choose_anew)
 
@@ -93,6 +98,14 @@ class BaseIndex:
             path = entry.name
             while path := path.rpartition(".")[0] if entry.is_copy or entry.name not in self.tensors else "":
                 task.tuned.add(path)
+        if method_of(config) == "TRAINABLE_TOKENS":  # which computes past what is inside its wrappers
+            own = {id(self.tensors.get(f"{e.name.rpartition('.')[0]}.weight")) for e in found.values()}
+            task.whole |= {name.rpartition(".")[0] for name, tensor in self.tensors.items() if id(tensor) in own}
+            task.tuned -= task.whole
+            if len(task.whole) > len(own):  # for a second task PEFT would put one wrapper into another
+                raise ValueError("A DeltaBank takes no TRAINABLE_TOKENS that a head shares. Load it with PeftModel.")
+        if hasattr(config, PROJECTION):
+            task.projection = self._projection_of(config, found.values())
         task.labels = dict(labels or getattr(config, "labels", None) or self._labels_in(task))
         if isinstance(config, DeltaConfig):
             with config.naming_itself():
@@ -132,21 +145,30 @@ class BaseIndex:
             return False
         return entry.encoding == "values" or self.tensors[entry.name] is self.tensors[other.name]
 
-    def check_beside(self, task: Task, others: Iterable[tuple[str, Set[str], Set[str]]]) -> None:
-        """Check that PEFT can put a task into one model with others: their names and modules, whole and tuned."""
-        for name, whole, tuned in others:
+    def _projection_of(self, config: Any, entries: Iterable[Entry]) -> dict[str, Any]:
+        """What makes the random projection of a task: settings, and the most rows and columns of what it tunes."""
+        weights = [self.tensors.get(f"{entry.name.rpartition('.')[0]}.weight") for entry in entries]
+        shapes = [weight.shape for weight in weights if weight is not None]
+        settings = {name: getattr(config, name) for name in _OF_PROJECTION if hasattr(config, name)}
+        return {"method": method_of(config), **settings, "shape": [*map(max, zip(*shapes, strict=True))]}
+
+    def check_beside(self, task: Task, others: Iterable[tuple[str, Footprint]]) -> None:
+        """Check that PEFT can put a task into one model with others, of which the names and footprints are given."""
+        for name, (whole, tuned, projection) in others:
             if both := task.whole & tuned or whole & task.tuned:
                 raise ValueError(
                     f"One of this and the task {name} has the module {min(both)!r} whole, and the "
                     "other tunes it or what is in it, which PEFT cannot have in one model. Put them into banks of "
                     "their own."
                 )
-        method, key = method_of(task.config), getattr(task.config, PROJECTION, None)
-        if (first := self._projections.setdefault(method, key)) != key:  # PEFT would compare what is in the model now
-            raise ValueError(
-                f"It has {PROJECTION}={key}, and the bank's first task of {method} had {first}. All tasks of {method} "
-                "in a bank share one projection: put those of another key into a bank of their own."
-            )
+            own, other = task.projection, json.loads(projection)  # PEFT compares less, and what is in the model now
+            if own and other and own["method"] == other["method"] and own != other:
+                differ = [key for key in own if own[key] != other[key]]
+                said = [", ".join(f"{key}={of[key]}" for key in differ) for of in (own, other)]
+                raise ValueError(
+                    f"Its random projection has {said[0]}, and that of the task {name} has {said[1]}. All tasks of "
+                    f"{own['method']} in a bank share one projection: put this one into a bank of its own."
+                )
 
     def check_heads(self, tasks: Iterable[Task], has_base: bool) -> None:
         """Check that the rows of a batch, some of which may be the base's, have heads of one size."""
@@ -214,15 +236,14 @@ def _unpacked_spec(entry: Entry, key: str, shape: Sequence[int]) -> Spec:
 
 
 def _refuse_what_no_swap_undoes(config: PeftConfig) -> None:
+    if method_of(config) not in _TAKEN:
+        raise ValueError(
+            f"A DeltaBank does not take {method_of(config)}, which needs more than the modules that it tunes. Load it "
+            f"with PeftModel. A bank takes {', '.join(_TAKEN)}."
+        )
     for option, why in _NOT_TAKEN.items():
         if getattr(config, option, None):
             raise ValueError(f"A DeltaBank does not take {option}, which {why}. Load it with PeftModel.")
-    tuner_cls: Any = PEFT_TYPE_TO_TUNER_MAPPING.get(config.peft_type, object)  # type: ignore[call-overload]
-    if not issubclass(tuner_cls, BaseTuner) or tuner_cls.forward is not BaseTuner.forward:
-        raise ValueError(
-            f"A DeltaBank does not take {method_of(config)}, which needs PeftModel's own forward: a bank only puts "
-            "modules into the model. Load it with PeftModel."
-        )
     method = "kasa" if getattr(config, "kasa_config", None) else getattr(config, "init_lora_weights", None)
     if isinstance(method, str) and method.lower().startswith(CHANGES_BASE):
         raise ValueError(

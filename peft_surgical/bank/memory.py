@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 from collections import OrderedDict
@@ -143,7 +144,13 @@ class Task:
     labels: dict[str, Any] = field(default_factory=dict)  # number and names; empty for the base's own
     whole: set[str] = field(default_factory=set)  # the modules in whose place it has others, by path
     tuned: set[str] = field(default_factory=set)  # those that it tunes in any other way, and all around them
+    projection: dict[str, Any] = field(default_factory=dict)  # what makes the random one that its method's tasks share
     is_removed: bool = False  # nothing of it is kept from then on
+
+    @property
+    def footprint(self) -> Footprint:
+        """What it has in the model, as far as others must fit to it."""
+        return frozenset(self.whole), frozenset(self.tuned), json.dumps(self.projection)
 
     @property
     def is_lossless(self) -> bool:
@@ -160,6 +167,9 @@ class Task:
         shapes = {e.name: self.layout.specs[key].shape for key, e in self.entries.items() if not e.is_copy}
         return {name: shape for name, shape in shapes.items() if name in base}
 
+
+Footprint = tuple[frozenset[str], frozenset[str], str]
+"""The modules that a task has whole, and those it tunes, by path; and what makes its random projection, as JSON."""
 
 Copies = dict[str, tuple[list[str], bool]]
 """By path: the names of the tensors that are copied, and whether the module is a layer that is tuned in place."""

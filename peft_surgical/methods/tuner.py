@@ -24,7 +24,7 @@ from peft_surgical.distributed import check_not_prepared
 from peft_surgical.files.adapter import touched_names
 from peft_surgical.files.base import base_tensors, check_base, check_class, describe_base
 from peft_surgical.fisher.model_state import uninterrupted
-from peft_surgical.methods import heads, wrappers
+from peft_surgical.methods import heads, rows, wrappers
 from peft_surgical.methods.before_training import adapter_parameters, before_training
 from peft_surgical.methods.combine import add_weighted_adapter
 from peft_surgical.methods.held_buffers import keep_statistics
@@ -230,9 +230,11 @@ class DeltaTuner(SavedState, BaseTuner):
                 settings = getattr(self.peft_config.get(name), "labels", None) or settings
         heads.apply_label_settings(self.model, settings)
 
-    def delete_adapter(self, adapter_name: str) -> None:
-        """Delete an adapter. If it was the active one, the oldest remaining one becomes active on all modules."""
-        wrappers.delete_adapter(self, adapter_name)
+    delete_adapter = wrappers.delete_adapter
+
+    def merge_adapter(self, adapter_names: list[str] | None = None, safe_merge: bool = False) -> None:
+        wrappers.check_named(self, adapter_names)
+        super().merge_adapter(adapter_names, safe_merge)
 
     def train(self, mode: bool = True) -> Self:
         """As in `nn.Module`, except that running statistics of frozen modules do not move in training."""
@@ -252,7 +254,7 @@ class DeltaTuner(SavedState, BaseTuner):
         with ExitStack() as stack:
             if names is not None:
                 beams = kwargs.get("num_beams") or 1
-                stack.enter_context(wrappers.adapter_names_in_forward(self, names, [*args, *kwargs.values()], beams))
+                stack.enter_context(rows.adapter_names_in_forward(self, names, [*args, *kwargs.values()], beams))
             elif self.training and torch.is_grad_enabled():
                 before_training(self)
                 stack.enter_context(self._held_buffers.during_forward(self.model))
@@ -295,5 +297,4 @@ class DeltaTuner(SavedState, BaseTuner):
         """What is trained at present, layer by layer, and how far down the backward pass goes."""
         return tuning_report(self.model)
 
-    def _unload_and_optionally_merge(self, *args: Any, **kwargs: Any) -> Any:
-        return wrappers.unload(self, *args, **kwargs)
+    _unload_and_optionally_merge = wrappers.unload

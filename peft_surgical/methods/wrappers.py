@@ -1,41 +1,26 @@
-"""The wrappers that adapters put into a model: told whose each row of a batch is, and taken out again, one or all."""
+"""The wrappers that adapters put into a model, and take out again, one or all."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
-from peft.tuners.lora.layer import LoraLayer
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 from torch import nn
 from tqdm import tqdm
 
 from peft_surgical.compat import check_adapters_not_merged, get_submodules
-from peft_surgical.copies.compute import return_to_fused_path, rows_unknown
+from peft_surgical.copies.compute import return_to_fused_path
 from peft_surgical.copies.host import HostedBase
-from peft_surgical.copies.module import TunedModule
 from peft_surgical.copies.select import admit_untied_embeddings, forget_originals
 from peft_surgical.copies.variants import TunedInPlace
-from peft_surgical.files.adapter import method_of
 from peft_surgical.files.check import checked
 from peft_surgical.fisher.model_state import uninterrupted
 from peft_surgical.names import without_engines
-
-
-BASE = "__base__"
-_METHODS_BY_ROWS = ("LORA", "SURGICAL", "STRATIFIED")
-KNOW_ROWS = (TunedModule, LoraLayer)  # their wrappers, which can compute each row with an adapter of its own
-_ROWS_NOT_FIRST = ("xlnet", "fsmt")  # hidden states are (tokens, batch, width)
-_PARTS_WITHOUT_ROWS = {  # what these modules see first may by chance be as many as the rows of a batch
-    "relative_attention_bias": "sees queries first",
-    "global_relative_attention_bias": "sees queries first",
-    "experts": "sees the tokens that are sent to it",
-}
 
 
 def has_wrappers(model: nn.Module) -> bool:
@@ -80,6 +65,30 @@ def check_alone(model: nn.Module, config: Any, name: str) -> None:
         )
 
 
+@contextmanager
+def unwrapped(model: nn.Module) -> Iterator[None]:
+    """Let what is put into the model in the block see the base's own modules; it goes outside of their wrappers."""
+    places = list(_outer_wrappers(model))
+    try:
+        for parent, name, wrapper in places:
+            setattr(parent, name, wrapper.get_base_layer())
+        yield
+    finally:
+        for parent, name, wrapper in places:
+            if (now := getattr(parent, name)) is wrapper.get_base_layer():
+                setattr(parent, name, wrapper)
+            else:
+                now.base_layer = wrapper
+
+
+def _outer_wrappers(module: nn.Module) -> Iterator[tuple[nn.Module, str, Any]]:
+    for name, child in module.named_children():
+        if isinstance(child, BaseTunerLayer) and not isinstance(child, TunedInPlace):
+            yield module, name, child
+        else:
+            yield from _outer_wrappers(child)
+
+
 # ---- taken out
 
 
@@ -97,7 +106,7 @@ def unload(
         if isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper))
     ]
     if merge:
-        tuner.merge_adapter(adapter_names, safe_merge)
+        _merge_with_heads(tuner, adapter_names, safe_merge)
     else:
         tuner.unmerge_adapter()
     for _, module in wrapped:
@@ -131,8 +140,28 @@ def unload(
     return tuner.model
 
 
+def _merge_with_heads(tuner: Any, adapter_names: list[str] | None, safe_merge: bool) -> None:
+    """Merge adapters, of which the head and the labels are those that are active."""
+    check_named(tuner, adapter_names)
+    layers = [module for module in tuner.model.modules() if isinstance(module, BaseTunerLayer)]
+    active, merged = tuner.active_adapters, [name for layer in layers for name in layer.merged_adapters]
+    if adapter_names is not None:
+        tuner.set_adapter(list(dict.fromkeys([*merged, *adapter_names])))
+    try:
+        tuner.merge_adapter(safe_merge=safe_merge)
+    except BaseException:
+        tuner.set_adapter(active)
+        raise
+
+
+def check_named(tuner: Any, adapter_names: Sequence[str] | None) -> None:
+    """Refuse to merge adapters that there are not; PEFT would merge nothing, and give the base."""
+    if adapter_names is not None and (not adapter_names or set(adapter_names) - tuner.peft_config.keys()):
+        raise ValueError(f"adapter_names={adapter_names!r}: the adapters to merge are of {[*tuner.peft_config]}.")
+
+
 def delete_adapter(tuner: Any, adapter_name: str) -> None:
-    """Delete one adapter; see `DeltaTuner.delete_adapter`."""
+    """Delete an adapter. If it was the active one, the oldest remaining one becomes active on all modules."""
     if adapter_name not in tuner.peft_config:
         raise ValueError(f"Adapter {adapter_name} does not exist. Adapters: {', '.join(tuner.peft_config)}.")
     check_adapters_not_merged(tuner.model, adapter_name)
@@ -183,93 +212,3 @@ def whole_or_not_at_all(tuner: Any, kept: Collection[str], is_first: bool = Fals
             parameter.requires_grad_(flag)
         tuner._frozen_on_purpose = frozen
         raise
-
-
-# ---- rows of one batch that belong to different adapters: model(**batch, adapter_names=["rte", "__base__"])
-
-
-@contextmanager
-def adapter_names_in_forward(
-    tuner: BaseTuner, adapter_names: Sequence[str], inputs: Iterable[Any], num_beams: int = 1
-) -> Iterator[None]:
-    """Tell every adapted module, for the time of a forward call, which row belongs to which adapter, or `"__base__"`.
-
-    The first tensor in `inputs` tells the number of rows. With beam search each is repeated, except in an encoder.
-    """
-    handles: list[Any] = []
-    is_on = [True]
-    try:
-        hook_rows(tuner, adapter_names, inputs, handles, is_on, num_beams)
-        yield
-    finally:
-        is_on.clear()
-        for handle in handles:
-            handle.remove()
-
-
-def hook_rows(
-    tuner: BaseTuner,
-    adapter_names: Sequence[str],
-    inputs: Iterable[Any],
-    handles: list[Any],
-    is_on: list[bool],
-    num_beams: int = 1,
-) -> None:
-    """Hook every adapted module; hooks that an interrupt leaves behind do nothing once `is_on` is empty."""
-    model = tuner.model
-    used = [name for name in dict.fromkeys(adapter_names) if name != BASE]
-    _check_rows(tuner, used, is_mixed=len(set(adapter_names)) > 1)
-    rows = next((len(value) for value in inputs if isinstance(value, torch.Tensor)), len(adapter_names))
-    if rows != len(adapter_names):
-        raise ValueError(
-            "Length of `adapter_names` should be the same as the number of inputs, but got "
-            f"{len(adapter_names)} and {rows} respectively."
-        )
-    repeated = [name for name in adapter_names for _ in range(num_beams)]
-    # a model that is all decoder has the method as well, and returns itself
-    has_encoder = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
-    encoder = model.get_encoder() if num_beams > 1 and has_encoder else None
-    in_encoder = {id(m) for m in encoder.modules()} if encoder is not None else set()
-    for module in model.modules():
-        if isinstance(module, (*KNOW_ROWS, AuxiliaryTrainingWrapper)) and isinstance(module, nn.Module):
-            names = list(adapter_names) if id(module) in in_encoder else repeated
-            if isinstance(module, AuxiliaryTrainingWrapper):  # PEFT's own does not know adapters without a copy
-                names = [name if name in module._adapters else BASE for name in names]
-            if isinstance(module, TunedModule) and len({*names}) > 1 and any(name in module.tuned for name in used):
-                module.by_rows = is_on
-            hook = partial(_add_adapter_names, adapter_names=names, is_on=is_on)
-            handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
-
-
-def _add_adapter_names(
-    module: nn.Module, args: tuple, kwargs: dict, adapter_names: list[str], is_on: list[bool]
-) -> tuple[tuple, dict]:
-    return args, {**kwargs, "adapter_names": adapter_names} if is_on else kwargs
-
-
-def _check_rows(tuner: Any, used: Sequence[str], is_mixed: bool) -> None:
-    if tuner.training:
-        raise ValueError("Cannot pass `adapter_names` when the model is in training mode.")
-    unknown = sorted(set(used) - set(tuner.peft_config))
-    if unknown:
-        raise ValueError(f"Trying to infer with non-existing adapter(s): {', '.join(unknown)}")
-    if others := {method_of(tuner.peft_config[name]) for name in used} - set(_METHODS_BY_ROWS):
-        raise TypeError(
-            f"Rows of one batch may belong to adapters of {', '.join(_METHODS_BY_ROWS)}, but not of "
-            f"{', '.join(sorted(others))}. Run a batch per adapter."
-        )
-    kind = getattr(getattr(tuner.model, "config", None), "model_type", None)
-    if kind in _ROWS_NOT_FIRST:
-        raise TypeError(f"{kind} does not keep the rows of a batch first, so adapter_names cannot be used with it.")
-    for path, module in tuner.model.named_modules():
-        if not isinstance(module, KNOW_ROWS) or set(used).isdisjoint(module._all_available_adapter_names()):
-            continue
-        if isinstance(module, TunedInPlace):
-            raise TypeError(
-                f"The layer {path.rpartition('.')[0]} has tuned parameters of its own, which all rows share."
-            )
-        for part in _PARTS_WITHOUT_ROWS.keys() & path.split(".") if is_mixed else ():
-            raise rows_unknown(f"{path} {_PARTS_WITHOUT_ROWS[part]}")
-    labels = {name: (getattr(tuner.peft_config[name], "labels", None) or {}).get("num_labels") for name in used}
-    if len(set(labels.values()) - {None}) > 1:  # stock LoRA does not tell
-        raise ValueError(f"The heads of these adapters differ in size and cannot share a batch: labels {labels}.")

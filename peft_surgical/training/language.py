@@ -191,6 +191,25 @@ def answer(
     """What a model says to a prompt: a text, or the messages of a chat so far. `form` is how the model was trained:
     with `"chat"` and `"instruction"` a text becomes the user's message. With the temperature 0 each token is the
     likeliest one."""
+    inputs = encode_prompt(model, tokenizer, prompt, form)
+    length, most = inputs["input_ids"].shape[1], _positions(model)
+    ends = model.generation_config.eos_token_id
+    ends = {*(ends if isinstance(ends, list) else [ends]), tokenizer.eos_token_id} - {None}
+    chance: dict[str, Any] = {"do_sample": temperature > 0, "temperature": temperature or None}
+    if temperature == 0:
+        chance |= {"top_p": None, "top_k": None}  # of the model's own settings, which have no meaning then
+    said = model.generate(
+        **inputs,
+        max_new_tokens=max_new_tokens if most is None else min(max_new_tokens, most - length),
+        eos_token_id=sorted(ends) or None,
+        pad_token_id=tokenizer.pad_token_id,
+        **chance,
+    )
+    return tokenizer.decode(said[0, length:], skip_special_tokens=True)
+
+
+def encode_prompt(model: Any, tokenizer: Any, prompt: Any, form: str) -> dict[str, torch.Tensor]:
+    """A prompt as `answer` puts it to a model, unless it is too long."""
     has_template = tokenizer.chat_template is not None
     if isinstance(prompt, str) and (form == "chat" or (form == "instruction" and has_template)):
         prompt = instruction_chat(prompt)
@@ -204,23 +223,14 @@ def answer(
             prompt, add_generation_prompt=True, return_tensors="pt", return_dict=True
         )
     inputs = {name: values.to(model.device) for name, values in inputs.items() if name != "token_type_ids"}
-    length = inputs["input_ids"].shape[1]
-    most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    length, most = inputs["input_ids"].shape[1], _positions(model)
     if most is not None and length >= most:
         raise PromptTooLong(f"The prompt has {length} tokens, and with an answer the model reads at most {most}.")
-    ends = model.generation_config.eos_token_id
-    ends = {*(ends if isinstance(ends, list) else [ends]), tokenizer.eos_token_id} - {None}
-    chance: dict[str, Any] = {"do_sample": temperature > 0, "temperature": temperature or None}
-    if temperature == 0:
-        chance |= {"top_p": None, "top_k": None}  # of the model's own settings, which have no meaning then
-    said = model.generate(
-        **inputs,
-        max_new_tokens=max_new_tokens if most is None else min(max_new_tokens, most - length),
-        eos_token_id=sorted(ends) or None,
-        pad_token_id=tokenizer.pad_token_id,
-        **chance,
-    )
-    return tokenizer.decode(said[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    return inputs
+
+
+def _positions(model: Any) -> int | None:
+    return getattr(model.config.get_text_config(), "max_position_embeddings", None)
 
 
 def measure_beside(run: Any, rows: Dataset) -> dict[str, Any]:

@@ -51,7 +51,8 @@ def predict(
         `probability of NAME`; for language models `prompt` and `answer`.
 
     Raises:
-        ValueError: The folder is not that of a finished run, or there is nothing to ask.
+        ValueError: The folder is not that of a finished run, there is nothing to ask, or a prompt is too long for the
+            model; then none is answered.
     """
     job, task = read_run(folder)
     job = dataclasses.replace(job, model=model or job.model, seed=seed)
@@ -105,10 +106,15 @@ def _answer(
     max_new_tokens: int,
     temperature: float,
 ) -> Iterator[dict[str, Any]]:
-    from peft_surgical.training.language import answer, load_language_model
+    from peft_surgical.training.language import PromptTooLong, answer, encode_prompt, load_language_model
 
     tokenizer = load_tokenizer(str(folder))
     model = load_language_model(job, folder)
+    for number, prompt in enumerate(prompts, 1):  # before any is answered: answers take long, and would be lost
+        try:
+            encode_prompt(model, tokenizer, prompt, task["form"])
+        except PromptTooLong as error:
+            raise PromptTooLong(f"Prompt {number} of {len(prompts)}: {error} Shorten it, or leave it out.") from error
     for prompt in prompts:
         said = answer(model, tokenizer, prompt, task["form"], max_new_tokens=max_new_tokens, temperature=temperature)
         yield {"prompt": prompt if isinstance(prompt, str) else prompt[-1]["content"], "answer": said}

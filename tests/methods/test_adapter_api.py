@@ -208,6 +208,75 @@ def test_a_model_whose_hidden_states_have_tokens_first_is_refused_in_a_mixed_bat
         model.eval()(input_ids=torch.tensor([[5, 6], [7, 8]]), adapter_names=["one", "two"])
 
 
+def test_longformer_whose_attention_has_tokens_first_is_refused_in_a_mixed_batch():
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 8}
+    base = transformers.LongformerModel(transformers.LongformerConfig(vocab_size=20, attention_window=4, **sizes))
+    model = get_peft_model(base, SurgicalConfig(layers=[1], target_modules=["query"]), adapter_name="one")
+    model.add_adapter("two", SurgicalConfig(layers=[1], target_modules=["query"]))
+    with pytest.raises(TypeError, match="longformer does not keep the rows of a batch first"):
+        model.eval()(input_ids=torch.full((4, 4), 5), adapter_names=["one", "two", "one", "two"])
+
+
+class Recurrent(nn.Module):
+    """Its LSTM and all around it see tokens first."""
+
+    def __init__(self, has_tokens_first=True):
+        super().__init__()
+        self.has_tokens_first = has_tokens_first
+        self.embeddings = nn.Embedding(20, 8)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)) for _ in range(2))
+        self.lstm = nn.LSTM(8, 8) if has_tokens_first else None
+
+    def forward(self, input_ids):
+        x = self.embeddings(input_ids)
+        if self.has_tokens_first:
+            x = self.lstm(x.transpose(0, 1))[0]
+        for layer in self.layers:
+            x = layer(x)
+        return x.mean(0 if self.has_tokens_first else 1)
+
+
+@methods
+@pytest.mark.parametrize("has_tokens_first", [True, False])
+def test_rows_are_not_mistaken_for_as_many_tokens(method, has_tokens_first):
+    def config():
+        options = {"target_modules": ["layers.1.0"]}
+        return SurgicalConfig(layers=[1]) if method == "SURGICAL" else StratifiedConfig(r=2, **options)
+
+    model = get_peft_model(Recurrent(has_tokens_first), config(), adapter_name="one")
+    model.add_adapter("two", config())
+    shake(shake(model, "one", 1), "two", 2).eval()
+    names, ids = ["one", "two", "__base__", "one"], torch.arange(16).view(4, 4)
+    with pytest.raises(TypeError, match="A Linear sees a batch of 4 by 4, .*padded to another length.*per adapter"):
+        model(input_ids=ids, adapter_names=names)
+    with torch.no_grad():
+        model.set_adapter("one")
+        torch.testing.assert_close(model(input_ids=ids, adapter_names=["one"] * 4), model(input_ids=ids))
+        if not has_tokens_first:
+            wanted = model(input_ids=ids[:, :3])
+            torch.testing.assert_close(model(input_ids=ids[:, :3], adapter_names=names)[[0, 3]], wanted[[0, 3]])
+
+
+@methods
+def test_a_named_adapter_is_merged_with_its_own_head_and_labels(method):
+    """PEFT would take the head of the adapter that is active."""
+    model = add(make(method, "bert", [1, 2], name="one"), method, "bert", [2, 3], name="two")
+    expected, other = outputs(model, "bert", "one"), outputs(model, "bert", "two")
+    for names in (["none"], []):
+        for merge in (model.merge_and_unload, model.merge_adapter):
+            with pytest.raises(ValueError, match=r"adapter_names=.*: the adapters to merge are of \['one', 'two'\]"):
+                merge(adapter_names=names)
+    assert torch.equal(outputs(model, "bert"), other)
+    broken = copy.deepcopy(model)
+    for name, parameter in broken.named_parameters():
+        if ".one." in name and ".encoder." in name:
+            parameter.data.fill_(float("nan"))
+    with pytest.raises(ValueError, match="NaNs detected"):
+        broken.merge_and_unload(safe_merge=True, adapter_names=["one"])
+    assert torch.equal(outputs(broken, "bert"), other)
+    torch.testing.assert_close(outputs(model.merge_and_unload(adapter_names=["one"]), "bert"), expected)
+
+
 @methods
 def test_wrong_names_in_a_batch_raise(method):
     model = make(method, "bert", [1], name="rte")

@@ -265,6 +265,9 @@ def test_a_prompt_that_fills_the_model_has_no_answer(job, tmp_path):
     with pytest.raises(ValueError, match="The prompt has 20 tokens, and with an answer the model reads at most 16"):
         list(predict(asked.output, ["w1 " * 20]))
     assert len(list(predict(asked.output, ["w1 " * 10]))) == 1
+    # none is answered, for the answers to those before it would be lost
+    with pytest.raises(ValueError, match="Prompt 2 of 3: The prompt has 20 tokens, .*16. Shorten it, or leave it out"):
+        next(predict(asked.output, ["w1", "w1 " * 20, "w2"]))
 
 
 # the whole way, and what is said on it

@@ -30,7 +30,7 @@ from peft_surgical.methods.stratified.layers import RestoresBase, StratifiedInPl
 from peft_surgical.methods.stratified.strata import plain_strata, resolve_strata, unite_strata
 from peft_surgical.methods.stratified.tensors import check_choice, choose
 from peft_surgical.methods.tuner import DeltaTuner
-from peft_surgical.methods.wrappers import has_wrappers, whole_or_not_at_all
+from peft_surgical.methods.wrappers import check_named, has_wrappers, live_tensors, whole_or_not_at_all
 from peft_surgical.names import PREFIX, without_wrappers
 
 
@@ -113,6 +113,14 @@ class StratifiedModel(DeltaTuner, LoraModel):  # type: ignore[misc]
         is_known = super()._may_be_saved_along(config, model)
         # LoRA alone may have PEFT's own bias="all", which trains the base's biases and saves them
         return lambda name: is_known(name) or (name.endswith(".bias") and config.bias != "none")
+
+    @classmethod
+    def _convert_state_dict_for_initial_model(cls, *args: Any, **kwargs: Any) -> Any:
+        raise ValueError(
+            "path_initial_model_for_weight_conversion is not for adapters of StratifiedConfig: PEFT would keep LoRA's "
+            "matrices alone, without copies and heads. Save the adapter without it, or merge it; for LoRA that is to "
+            "be converted use peft's LoraConfig."
+        )
 
     def _unite_choice(self, united: Any, configs: Sequence[Any]) -> None:
         stratified = [config.is_stratified for config in configs]
@@ -214,6 +222,11 @@ class StratifiedModel(DeltaTuner, LoraModel):  # type: ignore[misc]
         with whole_or_not_at_all(self, self.peft_config.keys() - {adapter_name}, not has_wrappers(model)):
             super().inject_adapter(model, adapter_name, *args, **kwargs)
             config: Any = self.peft_config[adapter_name]
+            is_meta = any(tensor.is_meta for tensor in live_tensors(model, adapter_name).values())
+            if is_meta and getattr(config, "monteclora_config", None):  # PEFT makes no sampler there, nor loads it
+                raise ValueError(
+                    "An adapter with monteclora_config cannot be loaded by low_cpu_mem_usage=True. Drop it."
+                )
             for module in self._tuner_layers() if config.resolution.copies else ():
                 if isinstance(module, RestoresBase):
                     module.beside_copies = module.beside_copies | {adapter_name}
@@ -235,6 +248,7 @@ class StratifiedModel(DeltaTuner, LoraModel):  # type: ignore[misc]
             adapter_names: The adapters; the active ones if None.
             safe_merge: Check that the merged values are finite first.
         """
+        check_named(self, adapter_names)
         # copies stand for the base's weights, to which LoRA adds: they go first
         modules = sorted(self._tuner_layers(), key=lambda module: not isinstance(module, TunedModule))
         merged = list(dict.fromkeys(name for module in modules for name in module.merged_adapters))

@@ -104,6 +104,28 @@ def test_what_it_saves_of_lora_itself_is_loaded(tmp_path):
     assert all(tensor.any() and torch.equal(loaded[name], tensor) for name, tensor in kept.items())
 
 
+def test_monteclora_is_not_loaded_without_what_its_sampler_has_learnt(tmp_path):
+    """PEFT makes no sampler on the meta device."""
+    if "monteclora_config" not in NAMES:
+        pytest.skip("this PEFT does not have the option")
+    get_peft_model(build("llama"), config(StratifiedConfig, {"monteclora_config": {}})).save_pretrained(tmp_path)
+    base = build("llama")
+    with pytest.raises(ValueError, match="monteclora_config cannot be loaded by low_cpu_mem_usage=True. Drop"):
+        PeftModel.from_pretrained(base, tmp_path, low_cpu_mem_usage=True)
+    assert not any("lora" in name for name, _ in base.named_modules())
+    model = get_peft_model(base, config(StratifiedConfig, {}))
+    with pytest.raises(ValueError, match="monteclora_config cannot be loaded by low_cpu_mem_usage=True. Drop"):
+        model.load_adapter(tmp_path, "second", low_cpu_mem_usage=True)
+    assert list(model.peft_config) == ["default"]
+
+
+@pytest.mark.filterwarnings("ignore:.* changes the base model's weights")
+def test_a_conversion_that_would_leave_out_copies_is_refused(tmp_path):
+    model = get_peft_model(build("llama"), config(StratifiedConfig, {"init_lora_weights": "olora"}))
+    with pytest.raises(ValueError, match="path_initial_model_for_weight_conversion is not .* peft's LoraConfig"):
+        model.save_pretrained(tmp_path, path_initial_model_for_weight_conversion=str(tmp_path / "begun"))
+
+
 def test_activated_lora_is_refused():
     if "alora_invocation_tokens" in NAMES:
         with pytest.raises(ValueError, match=r"alora_invocation_tokens=\[7, 8\].*Use peft's LoraConfig"):
