@@ -91,7 +91,7 @@ class DeltaBank:
 
         Args:
             name: What to call it, any text but `"__base__"`.
-            source: Its saved adapter, of this package or a PEFT method that only puts modules in: a folder or hub name.
+            source: Its saved adapter, of this package or a PEFT method that only puts modules in: folder or hub name.
             labels: `num_labels`, `id2label` and `label2id`, where the adapter's config does not tell them, as stock
                 PEFT's do not.
 
