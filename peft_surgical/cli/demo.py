@@ -121,7 +121,7 @@ class Demo:
 
     def tune_sentiment(self) -> None:
         """Rank the layers, and tune the best beside those that no data choose."""
-        self.step("1. Which layers matter for sentiment?")
+        self.step("1. Layers for sentiment")
         run = self.make_run("sentiment", "by Fisher")
         ranking: Any = run.rank(progress=False)
         self.say(

@@ -1,4 +1,4 @@
-"""`peft-surgical rank` and `plan`: which layers matter for a task, and what a training would cost."""
+"""`peft-surgical rank` and `plan`: the ranking of a model's layers for a task, and what a training would cost."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def rank(
     output: Annotated[Path | None, typer.Option(help="Save the ranking here (.json).")] = None,
     plot: Annotated[Path | None, typer.Option(help="Save a plot here (.png, .pdf, .svg).")] = None,
 ) -> None:
-    """Rank a model's layers by how much they matter for a task, on some of its training rows.
+    """Rank a model's layers for a task by a score, on some of its training rows.
 
     The ranking can be used by `peft-surgical train --ranking FILE`, and in Python by `SurgicalConfig(ranking=...)` and
     `StratifiedConfig.by_ranking(...)`.

@@ -1,1 +1,1 @@
-"""Which layers matter for a task, and how sure we are."""
+"""Layers ranked for a task by a score, and how sure their order is."""

@@ -1,4 +1,4 @@
-"""Which layers matter for a task, and how sure we are."""
+"""Layers ranked for a task by a score, and how sure their order is."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def rank_layers(
     verify: bool = True,
     head_seeds: int | None = None,
 ) -> LayerRanking:
-    """Rank the layers of a model by how much they matter for a task (Lodha et al. 2023, section 3.1).
+    """Rank the layers of a model for a task by a score, by default the Fisher information (Lodha et al. 2023, 3.1).
 
     The model is left as it was in every respect. Of a `PeftModel` the base is ranked.
 

@@ -33,7 +33,7 @@ class LayerRanking:
 
     Args:
         stack: Name of the stack.
-        scores: One for each layer; the higher, the more the layer matters.
+        scores: One for each layer; the highest is ranked first.
         intervals: 95 % bootstrap interval of each score, if the score allows one.
         top_probability: For each layer the probability that it is among the best 1, 2, 3, ...
         split_half_tau: Kendall's tau between the orders that two halves of the samples give, on average.

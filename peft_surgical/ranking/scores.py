@@ -1,4 +1,4 @@
-"""Scores: numbers for layers, the higher the more a layer matters. `register_score` adds one."""
+"""Scores: numbers for layers, by which they are ranked. `register_score` adds one."""
 
 from __future__ import annotations
 

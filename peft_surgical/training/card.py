@@ -151,7 +151,7 @@ def write_model_card(run: Any, results: dict[str, Any]) -> None:
         notes += f"\n\n```text\n{describe_tried(results['tried'])}\n```"
     if ranking is not None:
         source = f"read from `{job.ranking}`" if job.ranking else "made on training rows before training"
-        notes += f"\n\n## Which layers matter\n\nThe ranking was {source}.\n\n```text\n{ranking}\n```"
+        notes += f"\n\n## Ranking of the layers\n\nThe ranking was {source}.\n\n```text\n{ranking}\n```"
     config = {**dataclasses.asdict(job), "learning_rate": run.learning_rate}
     text = f"""---
 {metadata.to_yaml()}

@@ -210,7 +210,7 @@ class StratifiedConfig(DeltaConfig, LoraConfig):
     def by_ranking(
         cls, ranking: Any, *, lora: int = 0, bitfit: int = 0, norm: int = 0, full: int = 0, **options: Any
     ) -> StratifiedConfig:
-        """Strata by how much each layer matters: the best get the most parameters, the rest stay frozen.
+        """Strata by a ranking: the best layers get the most parameters, the rest stay frozen.
 
         Args:
             ranking: A `LayerRanking`, or the path or the contents of a saved one.
