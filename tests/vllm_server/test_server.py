@@ -50,12 +50,7 @@ HTTP = httpx.Client(timeout=120, limits=NO_REUSE, trust_env=False)
 SECONDS = float(os.environ.get("PEFT_SURGICAL_STRESS", 10))
 # one block and a half, so that a prefix of another task's would be noticed
 PROMPT = [5 + i % 60 for i in range(48)]
-ENV = {
-    "VLLM_SERVER_DEV_MODE": "1",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "ONEDNN_MAX_CPU_ISA": "AVX2",
-}
+ENV = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
 OPTIONS = ["--enforce-eager", "--max-model-len=64", "--block-size=32", "--dtype=float32", "--served-model-name=base"]
 ORACLE = """
 import json, sys
@@ -86,9 +81,9 @@ EXCHANGE = """
 import json, sys
 from vllm import LLM, SamplingParams
 
-base, tasks, merged, prompt = json.loads(sys.argv[1])
+base, tasks, merged, prompt, dtype = json.loads(sys.argv[1])
 extension = "peft_surgical.vllm.worker.TaskWorker"
-llm = LLM(base, enforce_eager=True, max_model_len=64, dtype="auto", worker_extension_cls=extension)
+llm = LLM(base, enforce_eager=True, max_model_len=64, dtype=dtype, worker_extension_cls=extension)
 
 def ask():
     llm.reset_prefix_cache()
@@ -96,6 +91,7 @@ def ask():
     found = llm.generate([{"prompt_token_ids": prompt}], sampling, use_tqdm=False)[0].outputs[0]
     return [{str(token): one.logprob for token, one in at.items()} for at in found.logprobs]
 
+ask()  # the first pass may round in another way than all later ones
 said = {"start": ask(), "problems": []}
 for name in ["task0", "task3", None, "task1", "task3"]:
     told = llm.collective_rpc("serve_adapter", kwargs={"folder": name and f"{tasks}/{name}"})
@@ -339,10 +335,15 @@ def test_a_server_that_is_told_to_end_in_a_switch_under_load_ends(served):
     assert served.process.returncode in (0, -signal.SIGTERM, 128 + signal.SIGTERM)
 
 
-@pytest.mark.parametrize(("family", "dtype"), [("gpt2", torch.float32), ("gemma3", torch.bfloat16)])
+def exchange(folder: Path, family: str, dtype: str) -> dict[str, Any]:
+    save_tasks(folder, family, 4, getattr(torch, dtype))
+    return call(EXCHANGE, folder, *(str(folder / part) for part in ("base", "tasks", "merged")), PROMPT, dtype)
+
+
+# vLLM's "auto" serves float32 checkpoints in bfloat16, and on a CPU with AMX reloads their biases without rounding them
+@pytest.mark.parametrize(("family", "dtype"), [("gpt2", "float32"), ("gemma3", "bfloat16")])
 def test_other_families_and_half_precision_answer_as_their_merged_checkpoints(family, dtype, tmp_path):
-    save_tasks(tmp_path, family, 4, dtype)
-    said = call(EXCHANGE, tmp_path, *(str(tmp_path / part) for part in ("base", "tasks", "merged")), PROMPT)
+    said = exchange(tmp_path, family, dtype)
     assert said["problems"] == [None] * 5
     assert said["base"] == said["start"]
     for task in ("task0", "task1", "task3"):
@@ -350,8 +351,7 @@ def test_other_families_and_half_precision_answer_as_their_merged_checkpoints(fa
 
 
 def test_experts_are_refused(tmp_path):
-    save_tasks(tmp_path, "mixtral", 4)
-    said = call(EXCHANGE, tmp_path, *(str(tmp_path / part) for part in ("base", "tasks", "merged")), PROMPT)
+    said = exchange(tmp_path, "mixtral", "float32")
     assert ["has experts" in str(problem) for problem in said["problems"]] == [True, True, False, True, True]
     assert said["task0"] == said["task3"] == said["base"] == said["start"]
 
