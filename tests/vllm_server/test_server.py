@@ -340,7 +340,7 @@ def exchange(folder: Path, family: str, dtype: str) -> dict[str, Any]:
     return call(EXCHANGE, folder, *(str(folder / part) for part in ("base", "tasks", "merged")), PROMPT, dtype)
 
 
-# vLLM's "auto" serves float32 checkpoints in bfloat16, and on a CPU with AMX reloads their biases without rounding them
+# vLLM's "auto" serves float32 checkpoints in bfloat16, and on a CPU with AMX reloads their biases unrounded
 @pytest.mark.parametrize(("family", "dtype"), [("gpt2", "float32"), ("gemma3", "bfloat16")])
 def test_other_families_and_half_precision_answer_as_their_merged_checkpoints(family, dtype, tmp_path):
     said = exchange(tmp_path, family, dtype)
