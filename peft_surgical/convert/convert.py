@@ -96,8 +96,8 @@ def export_lora(adapter: str | os.PathLike, output: str | os.PathLike, *, head: 
     known = {field.name for field in fields(LoraConfig)}
     options = {name: value for name, value in saved.config.to_dict().items() if name in known}
     config = LoraConfig(**{**options, "peft_type": "LORA", "target_modules": paths or DUMMY_TARGET_MODULES})
-    if not others:  # by the task type alone, PEFT would look for the head's tensors
-        config.modules_to_save = config.task_type = None
+    if not others:  # by the task type or the tokens PEFT would look for their tensors
+        config.modules_to_save = config.task_type = config.trainable_token_indices = None
     kept = [*taken, *others]
     write_beside(saved, output, config, {entry.key: saved.file[entry.key] for entry in kept})
     return [entry.name for entry in saved.entries if entry not in kept]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +14,7 @@ import torch
 from peft import PeftModel, get_peft_model_state_dict
 from torch import nn
 from tqdm import tqdm
+from transformers import AutoConfig, GenerationConfig
 
 from peft_surgical.convert.change import WeightChanges, measure_changes, relative_distance
 from peft_surgical.convert.page import write_page
@@ -22,6 +25,14 @@ from peft_surgical.files.checkpoint import Checkpoint, ModelTensors, empty_model
 from peft_surgical.layers import describe_stacks, find_stacks
 from peft_surgical.methods.heads import head_names, label_settings
 from peft_surgical.methods.surgical import SurgicalConfig
+
+
+# settings that say nothing of what the weights compute in evaluation, or that the shapes of tensors say as well
+NOT_COMPUTED = re.compile(
+    "drop|init|loss|aux|jitter|spec_augment|^mask_|label|token_id|^_|dtype|version|architectures|auto_map|problem_type|"
+    "finetuning_task|task_specific|tie_word|vocab_size|max_position|n_positions|n_ctx|quantization|checkpointing|^output_|"
+    "return_dict|use_cache|torchscript"
+)
 
 
 @dataclass(frozen=True)
@@ -103,6 +114,7 @@ def diff_checkpoints(
     )
     config.modules_to_save = head_names(model, config.task_type) or None
     config.extra_modules = _choose_outside(movement, old, model, config.modules_to_save or [], embeddings) or None
+    _check_settings(before, after)
     config, written, nbytes = _write(Path(output), config, model, old, new, progress)
     return Diff(
         movement=movement,
@@ -128,6 +140,34 @@ def _check_alike(before: Checkpoint, after: Checkpoint, old: ModelTensors, model
             f"{before.source} has {deeper[0]!r}, which {after.source} lacks: {describe_stacks(find_stacks(model))} An "
             "adapter cannot take layers away."
         )
+
+
+def _check_settings(before: Checkpoint, after: Checkpoint) -> None:
+    old, new = (_settings(AutoConfig.from_pretrained(checkpoint.folder)) for checkpoint in (before, after))
+    for name in sorted(old.keys() & new.keys()):  # one that only one of them has is none of the model's own
+        if old[name] != new[name]:
+            raise ValueError(
+                f"{after.source} has {name}={new[name]!r} in its config.json, {before.source} has {old[name]!r}. An "
+                "adapter holds weights alone: on this base it would not compute what the tuned model does. Give a "
+                "base with the same setting."
+            )
+
+
+def _settings(config: Any) -> dict[str, Any]:
+    """What a model computes, but for its weights; of a model in a model under dotted names."""
+    ignored = GenerationConfig().to_dict().keys()
+    todo = [("", json.loads(config.to_json_string(use_diff=False)))]
+    found = {}
+    while todo:
+        prefix, settings = todo.pop()
+        for name, value in settings.items():
+            if name in ignored or NOT_COMPUTED.search(name):
+                continue
+            if isinstance(value, dict) and "model_type" in value:
+                todo.append((f"{prefix}{name}.", value))
+            else:
+                found[prefix + name] = value
+    return found
 
 
 def _choose_layers(

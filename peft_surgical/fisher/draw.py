@@ -190,12 +190,16 @@ def _count_samples(inputs: Mapping[str, Any]) -> int:
 
 def _only_walks(loader: DataLoader) -> bool:
     """Whether a loader only goes through its data, so that samples can be drawn from the data itself."""
+    if type(loader) is not DataLoader or type(loader.batch_sampler) is not BatchSampler:
+        return False
+    data = loader.dataset
+    sampler: Any = loader.batch_sampler.sampler
     return (
-        isinstance(loader.dataset, Sized)
-        and hasattr(loader.dataset, "__getitem__")
-        and type(loader) is DataLoader
-        and type(loader.batch_sampler) is BatchSampler
-        and type(loader.sampler) in (SequentialSampler, RandomSampler)
+        isinstance(data, Sized)
+        and hasattr(data, "__getitem__")
+        and type(sampler) in (SequentialSampler, RandomSampler)
+        and len(sampler) == len(data)
+        and not getattr(sampler, "replacement", False)
     )
 
 

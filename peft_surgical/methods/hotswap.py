@@ -110,6 +110,11 @@ def swap_in(model: nn.Module, state: Mapping[str, torch.Tensor], adapter_name: s
         raise ValueError(
             f"Adapter {adapter_name!r} is of type {own.peft_type.value}, the one to swap in {config.peft_type.value}."
         )
+    if isinstance(config, LoraConfig) and (config.rank_pattern or config.alpha_pattern):
+        raise ValueError(
+            "The adapter to swap in has rank_pattern or alpha_pattern, which PEFT's hot swap passes over. Load it "
+            f"beside {adapter_name!r} instead: load_adapter, then set_adapter."
+        )
     with config.naming_itself():
         with tuner._gathering():
             tuner._prepare_model(config, tuner.model)

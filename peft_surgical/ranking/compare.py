@@ -102,7 +102,8 @@ class RankingCallback(TrainerCallback):
 
     Args:
         data: The samples, as for `rank_layers`. Every ranking sees the same ones.
-        epochs: When: 0 is before the first step, 1 after the first epoch. None: always.
+        epochs: When: 0 is before the first step, 1 after the first epoch. None: always, also when a run ends within an
+            epoch, at 2.25, say.
         folder: Where to write each ranking, as `ranking-epoch-1.json`. None: nowhere.
         **options: Options of `rank_layers`.
 
@@ -128,9 +129,10 @@ class RankingCallback(TrainerCallback):
             self._rank(model, 0, state)
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        self._rank(model, round(state.epoch), state)
+        epoch = round(state.epoch, 6)
+        self._rank(model, int(epoch) if epoch == int(epoch) else epoch, state)
 
-    def _rank(self, model: Any, epoch: int, state: Any) -> None:
+    def _rank(self, model: Any, epoch: float, state: Any) -> None:
         if self.epochs is not None and epoch not in self.epochs:
             return
         ranking = rank_layers(model, self.data, **self.options)

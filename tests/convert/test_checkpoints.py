@@ -286,6 +286,43 @@ def test_other_models_are_refused(tuned, message, tmp_path):
         diff_checkpoints(tmp_path / "base", tmp_path / "tuned", tmp_path / "delta")
 
 
+@pytest.mark.parametrize(
+    ("family", "setting"),
+    [
+        ("bert", {"hidden_act": "relu"}),
+        ("bert", {"layer_norm_eps": 0.1}),
+        ("llama", {"rms_norm_eps": 0.1}),
+        ("llama", {"rope_theta": 10.0}),
+        ("llama", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}),
+        ("gpt2", {"scale_attn_weights": False}),
+        ("t5", {"relative_attention_max_distance": 7}),
+    ],
+)
+def test_a_fine_tune_that_computes_otherwise_is_refused(family, setting, tmp_path):
+    fine_tune(tmp_path, "1.", family=family)
+    path = tmp_path / "tuned" / "config.json"
+    config = json.loads(path.read_text())
+    config.pop("rope_parameters", None)
+    path.write_text(json.dumps(config | setting))
+    with pytest.raises(ValueError, match="in its config.json.*Give a base with the same setting"):
+        diff_checkpoints(tmp_path / "base", tmp_path / "tuned", tmp_path / "delta")
+    assert not (tmp_path / "delta").exists()
+
+
+def test_settings_that_compute_nothing_may_differ(tmp_path):
+    tuned = fine_tune(tmp_path, "layer.1.")
+    path = tmp_path / "tuned" / "config.json"
+    other = {
+        "hidden_dropout_prob": 0.3,
+        "id2label": {"0": "no", "1": "yes"},
+        "use_cache": False,
+        "unsloth_version": "1",
+    }
+    path.write_text(json.dumps(json.loads(path.read_text()) | other))
+    diff_checkpoints(tmp_path / "base", tmp_path / "tuned", tmp_path / "delta")
+    assert torch.equal(answer(load(tmp_path, type(tuned)), "bert"), answer(tuned, "bert"))
+
+
 def test_what_is_no_checkpoint_says_so(tmp_path):
     fine_tune(tmp_path, "layer.1.")
     diff_checkpoints(tmp_path / "base", tmp_path / "tuned", tmp_path / "delta")

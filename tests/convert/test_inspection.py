@@ -7,6 +7,7 @@ from html.parser import HTMLParser
 
 import pytest
 import torch
+from adapters import shake
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -221,6 +222,20 @@ def test_the_head_goes_along_if_asked_for(tmp_path):
     loaded = PeftModel.from_pretrained(build("bert"), tmp_path / "lora")
     heads = [m.base_model.model.classifier.modules_to_save["default"].weight for m in (loaded, model)]
     assert torch.equal(*heads)
+
+
+@pytest.mark.parametrize("head", [False, True])
+def test_trained_tokens_go_along_with_the_head_and_else_are_listed(head, tmp_path):
+    config = StratifiedConfig(
+        task_type="SEQ_CLS", n1=0, n2=1, target_modules=["query"], trainable_token_indices={"word_embeddings": [3, 4]}
+    )
+    model = shake(get_peft_model(build("bert"), config), "default", 1)
+    model.save_pretrained(tmp_path / "delta")
+    left_out = export_lora(tmp_path / "delta", tmp_path / "lora", head=head)
+    assert any("trainable_tokens_delta" in name for name in left_out) == (not head)
+    loaded = PeftModel.from_pretrained(build("bert"), tmp_path / "lora").eval()
+    wanted, found = (m.get_input_embeddings()(torch.tensor([3, 4])) for m in (model, loaded))
+    assert torch.equal(wanted, found) == head
 
 
 def test_only_stratified_adapters_have_a_lora_part_to_export(tmp_path):

@@ -6,7 +6,14 @@ import datasets
 import pytest
 import tiny_models
 import torch
-from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    WeightedRandomSampler,
+)
 from transformers import default_data_collator
 
 from peft_surgical.fisher.batches import Batch, PadRight, padded_right, token_lengths
@@ -70,6 +77,25 @@ def test_a_loader_that_draws_itself_is_read_in_its_own_order_and_no_further_than
     assert len(read) == 8
     weighted = DataLoader(ROWS, sampler=WeightedRandomSampler([0.0] * 7 + [1.0], 5), collate_fn=pad)
     assert lengths(draw(weighted)) == [6] * 5
+
+
+@pytest.mark.parametrize(
+    ("sampler", "count"),
+    [
+        (SequentialSampler(range(3)), 3),
+        (RandomSampler(range(3)), 3),
+        (RandomSampler(range(8), num_samples=2), 2),
+        (RandomSampler(range(3), replacement=True, num_samples=8), 8),
+        (SequentialSampler(ROWS), 8),
+    ],
+)
+@pytest.mark.parametrize("is_of_batches", [False, True])
+def test_a_sampler_that_walks_over_some_of_the_rows_is_heeded(sampler, count, is_of_batches):
+    walk = {"batch_sampler": BatchSampler(sampler, 2, False)} if is_of_batches else {"sampler": sampler}
+    found = lengths(draw(DataLoader(ROWS, collate_fn=pad, **walk)))
+    assert len(found) == count
+    rows = [ROWS[row] if isinstance(row, int) else row for row in sampler.data_source]
+    assert set(found) <= {len(row["input_ids"]) for row in rows}
 
 
 def test_columns_that_the_model_does_not_take_are_left_out():

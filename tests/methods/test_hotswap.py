@@ -14,7 +14,7 @@ from peft.utils.hotswap import hotswap_adapter, prepare_model_for_compiled_hotsw
 from tiny_models import build
 from torch.overrides import TorchFunctionMode
 
-from peft_surgical import SurgicalConfig
+from peft_surgical import StratifiedConfig, SurgicalConfig
 from peft_surgical.methods.hotswap import prepare_model_for_hotswap
 
 
@@ -177,6 +177,16 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(method, tmp_path):
     model.merge_adapter()
     with pytest.raises(ValueError, match="merged"):
         hotswap_adapter(model, path, adapter_name="default")
+
+
+@pytest.mark.parametrize("pattern", [{"alpha_pattern": {"query": 7}}, {"rank_pattern": {"query": 1}}])
+def test_scalings_by_pattern_are_refused(pattern, tmp_path):
+    config = StratifiedConfig(task_type="SEQ_CLS", n1=0, n2=1, **pattern)
+    first, second = (shake(get_peft_model(build("bert"), copy.copy(config)), "default", seed) for seed in (1, 2))
+    wanted = outputs(first, "bert")
+    with pytest.raises(ValueError, match="passes over. Load it beside 'default'"):
+        hotswap_adapter(first, save(second, tmp_path / "second"), adapter_name="default")
+    assert torch.equal(outputs(first, "bert"), wanted)
 
 
 def test_methods_are_not_mixed(tmp_path):

@@ -244,6 +244,18 @@ def test_the_callback_ranks_at_the_chosen_epochs_and_leaves_training_alone(tmp_p
     assert len(compare_rankings(callback.rankings).ranks) == 2
 
 
+@pytest.mark.parametrize(("steps", "epochs"), [(1, [0, 0.25]), (2, [0, 0.5]), (6, [0, 1, 1.5]), (8, [0, 1, 2])])
+def test_a_run_that_ends_within_an_epoch_writes_over_no_ranking(steps, epochs, tmp_path):
+    data = samples(16)
+    callback = RankingCallback(data, folder=tmp_path / "rankings", num_samples=4)
+    arguments = TrainingArguments(
+        str(tmp_path), max_steps=steps, per_device_train_batch_size=4, report_to=[], save_strategy="no", use_cpu=True
+    )
+    Trainer(tiny_models.build("bert"), arguments, train_dataset=data, callbacks=[callback]).train()
+    assert [r.record["epoch"] for r in callback.rankings] == epochs
+    assert {path.name for path in (tmp_path / "rankings").iterdir()} == {f"ranking-epoch-{e}.json" for e in epochs}
+
+
 SCORED = (("fisher", "frobenius"), ("fisher", "trace"), ("rgn", "frobenius"))
 
 
