@@ -31,7 +31,7 @@ from peft_surgical.methods.surgical import SurgicalConfig
 NOT_COMPUTED = re.compile(
     "drop|init|loss|aux|jitter|spec_augment|^mask_|label|token_id|^_|dtype|version|architectures|auto_map|problem_type|"
     "finetuning_task|task_specific|tie_word|vocab_size|max_position|n_positions|n_ctx|quantization|checkpointing|^output_|"
-    "return_dict|use_cache|torchscript"
+    "return_dict|use_cache|torchscript|tokenizer|chunk_size"
 )
 
 

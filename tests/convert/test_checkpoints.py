@@ -317,6 +317,7 @@ def test_settings_that_compute_nothing_may_differ(tmp_path):
         "id2label": {"0": "no", "1": "yes"},
         "use_cache": False,
         "unsloth_version": "1",
+        "tokenizer_class": "BertTokenizer",
     }
     path.write_text(json.dumps(json.loads(path.read_text()) | other))
     diff_checkpoints(tmp_path / "base", tmp_path / "tuned", tmp_path / "delta")
