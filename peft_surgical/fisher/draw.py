@@ -9,6 +9,7 @@ from itertools import islice
 from typing import Any
 
 import torch
+from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 
@@ -203,6 +204,9 @@ def _only_walks(loader: DataLoader) -> bool:
     )
 
 
-def _is_split(loader: Iterable[Any]) -> bool:
-    """Whether a loader gives each process batches of its own."""
-    return type(loader) is not DataLoader or type(getattr(loader, "sampler", None)).__name__ == "DistributedSampler"
+def _is_split(loader: DataLoader) -> bool:
+    """Whether a loader gives each process rows of its own: accelerate's, or one with a part that counts processes."""
+    parts = (loader.dataset, loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None))
+    return isinstance(loader, (DataLoaderShard, DataLoaderDispatcher)) or any(
+        getattr(part, name, 1) > 1 for part in parts for name in ("num_replicas", "num_processes")
+    )

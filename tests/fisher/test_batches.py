@@ -6,9 +6,11 @@ import datasets
 import pytest
 import tiny_models
 import torch
+from accelerate.data_loader import IterableDatasetShard, prepare_data_loader
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
+    DistributedSampler,
     IterableDataset,
     RandomSampler,
     SequentialSampler,
@@ -96,6 +98,39 @@ def test_a_sampler_that_walks_over_some_of_the_rows_is_heeded(sampler, count, is
     assert len(found) == count
     rows = [ROWS[row] if isinstance(row, int) else row for row in sampler.data_source]
     assert set(found) <= {len(row["input_ids"]) for row in rows}
+
+
+class OwnLoader(DataLoader):
+    pass
+
+
+def _stream():
+    return datasets.Dataset.from_list(ROWS).to_iterable_dataset()
+
+
+@pytest.mark.parametrize(
+    "loader_of",
+    [
+        lambda rank: DataLoader(ROWS, 2, sampler=SequentialSampler(ROWS), collate_fn=pad),
+        lambda rank: OwnLoader(ROWS, 2, collate_fn=pad),
+        lambda rank: DataLoader(_stream(), 2, collate_fn=pad),
+        lambda rank: DataLoader(ROWS, 2, sampler=DistributedSampler(ROWS, 2, rank), collate_fn=pad),
+        lambda rank: DataLoader(
+            ROWS, batch_sampler=BatchSampler(DistributedSampler(ROWS, 2, rank), 2, False), collate_fn=pad
+        ),
+        lambda rank: DataLoader(
+            IterableDatasetShard(_stream(), 2, num_processes=2, process_index=rank), 2, collate_fn=pad
+        ),
+        lambda rank: prepare_data_loader(DataLoader(ROWS, 2, collate_fn=pad), num_processes=2, process_index=rank),
+        lambda rank: prepare_data_loader(
+            DataLoader(_stream(), 2, collate_fn=pad), num_processes=2, process_index=rank
+        ),
+    ],
+)
+def test_two_processes_read_each_row_of_a_loader_once_whoever_splits_it(loader_of):
+    parts = [draw(loader_of(rank), rank=rank, world_size=2) for rank in (0, 1)]
+    assert sorted(lengths(parts[0] + parts[1])) == list(range(2, 10))
+    assert sorted(i for part in parts for batch in part for i in batch.index) == list(range(8))
 
 
 def test_columns_that_the_model_does_not_take_are_left_out():
