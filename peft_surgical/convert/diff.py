@@ -104,6 +104,7 @@ def diff_checkpoints(
     model = empty_model(after)
     old, new = ModelTensors(before, model), ModelTensors(after, model)
     _check_alike(before, after, old, model)
+    _check_settings(before, after)
     movement = measure_changes(old, new, model, progress=progress)
     config = SurgicalConfig(
         layers=_choose_layers(movement, old, threshold, top_k),
@@ -114,7 +115,6 @@ def diff_checkpoints(
     )
     config.modules_to_save = head_names(model, config.task_type) or None
     config.extra_modules = _choose_outside(movement, old, model, config.modules_to_save or [], embeddings) or None
-    _check_settings(before, after)
     config, written, nbytes = _write(Path(output), config, model, old, new, progress)
     return Diff(
         movement=movement,
