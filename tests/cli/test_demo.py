@@ -40,7 +40,6 @@ def tiny_demo(tmp_path, monkeypatch):
     return run
 
 
-@pytest.mark.slow
 def test_the_demo_goes_the_whole_way_and_its_checks_hold(tiny_demo, tmp_path, monkeypatch):
     typed = iter(["w3 w4 was typed", ""])
     monkeypatch.setattr(demo.typer, "prompt", lambda *a, **k: next(typed))
