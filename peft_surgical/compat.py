@@ -18,6 +18,7 @@ from typing import Any
 import peft
 import torch
 import transformers
+from packaging import version
 from peft.tuners import tuners_utils
 from peft.tuners.lora.layer import LoraLayer
 from peft.utils import other as peft_other
@@ -120,6 +121,8 @@ def install(extra: str = "") -> str:
 
 def check_private_names() -> None:
     """Check all of `PRIVATE_NAMES`, and the attributes that the instances of some classes have."""
+    if version.parse(peft.__version__) < version.parse("0.21.0.dev0"):  # has the names, but not what they do by now
+        raise unknown_release("this PEFT is too old")
     for place, names in PRIVATE_NAMES.items():
         module, _, cls = place.partition(":")
         try:

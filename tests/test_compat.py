@@ -49,6 +49,13 @@ def test_an_attribute_of_instances_is_checked_too(monkeypatch):
         compat.check_private_names()
 
 
+@pytest.mark.parametrize("version", ["0.20.1.dev0", "0.19.1"])
+def test_an_older_release_that_has_all_names_is_refused_too(version, monkeypatch):
+    monkeypatch.setattr(peft, "__version__", version)
+    with pytest.raises(ImportError, match=rf"peft {version}.*too old.*pip install"):
+        compat.check_private_names()
+
+
 def test_no_other_file_imports_a_private_name():
     foreign = ("peft", "transformers", "torch", "accelerate", "huggingface_hub", "datasets")
     found = [
