@@ -3,8 +3,8 @@ from __future__ import annotations
 import functools
 import gc
 import os
+import random
 import signal
-import zlib
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -70,11 +70,11 @@ def demo_packages() -> None:
 
 
 def pytest_addoption(parser):
-    parser.addoption("--cases", type=int, help="run at most so many cases of each test, spread over all of them")
+    parser.addoption("--cases", type=int, help="run at most so many cases of each test, drawn by its name")
 
 
 def pytest_collection_modifyitems(config, items):
-    """Which of a test's cases are kept depends on its name, so that not all tests keep the same model or method."""
+    """Which of a test's cases are kept is drawn by its name: steps of one width might meet one method alone."""
     if (most := config.getoption("--cases")) is None:
         return
     cases = {}
@@ -82,8 +82,6 @@ def pytest_collection_modifyitems(config, items):
         cases.setdefault((item.path, getattr(item, "originalname", item.name)), []).append(item)
     kept = set()
     for (_, name), same in cases.items():
-        step = max(1, len(same) / most)
-        first = zlib.crc32(name.encode()) % int(step)
-        kept.update(same[int(first + number * step)] for number in range(min(most, len(same))))
+        kept.update(random.Random(name).sample(same, min(most, len(same))))
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = [item for item in items if item in kept]
