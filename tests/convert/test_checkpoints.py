@@ -10,7 +10,7 @@ import torch
 import transformers
 from adapters import rewrite
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tensor_checks import Counted, assert_same_bits
 from tiny_models import FAMILIES, batch, build
 from transformers import AutoModelForSequenceClassification, BertForSequenceClassification, BertModel
@@ -283,6 +283,17 @@ def test_other_models_are_refused(tuned, message, tmp_path):
     build("bert").save_pretrained(tmp_path / "base")
     tuned().save_pretrained(tmp_path / "tuned")
     with pytest.raises(ValueError, match=message):
+        diff_checkpoints(tmp_path / "base", tmp_path / "tuned", tmp_path / "delta")
+
+
+def test_a_base_whose_file_lacks_a_layers_tensor_is_refused(tmp_path):
+    name = "bert.encoder.layer.2.output.dense.weight"
+    build("bert").save_pretrained(tmp_path / "tuned")
+    build("bert").save_pretrained(tmp_path / "base")
+    tensors = load_file(tmp_path / "base" / "model.safetensors")
+    del tensors[name]
+    save_file(tensors, tmp_path / "base" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=f"base has no '{name}' of the same shape"):
         diff_checkpoints(tmp_path / "base", tmp_path / "tuned", tmp_path / "delta")
 
 
