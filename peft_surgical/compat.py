@@ -29,6 +29,9 @@ from torch import nn
 from torch.utils import _python_dispatch, _pytree
 
 
+OLDEST_PEFT = "0.21"
+"""Older releases have all of these names, but load otherwise."""
+
 # by the module, or the class in a module, that has them
 PRIVATE_NAMES: dict[str, tuple[str, ...]] = {
     "peft:PeftConfig": ("_get_peft_type", "_split_kwargs"),
@@ -108,8 +111,8 @@ def unknown_release(reason: str) -> ImportError:
     """The error for a release of PEFT, transformers or PyTorch that this package does not know."""
     return ImportError(
         f"peft_surgical does not know peft {peft.__version__} with transformers {transformers.__version__} and torch "
-        f'{torch.__version__}: {reason}. Install versions that it supports, pip install "peft>=0.21,<0.22", or a '
-        f"newer peft_surgical: {install()}."
+        f"{torch.__version__}: {reason}. Install versions that it supports, pip install "
+        f'"peft>={OLDEST_PEFT},<0.22", or a newer peft_surgical: {install()}.'
     )
 
 
@@ -120,8 +123,8 @@ def install(extra: str = "") -> str:
 
 
 def check_private_names() -> None:
-    """Check all of `PRIVATE_NAMES`, and the attributes that the instances of some classes have."""
-    if version.parse(peft.__version__) < version.parse("0.21.0.dev0"):  # has the names, but not what they do by now
+    """Check PEFT's release, all of `PRIVATE_NAMES`, and the attributes that the instances of some classes have."""
+    if version.parse(peft.__version__) < version.parse(f"{OLDEST_PEFT}.dev0"):
         raise unknown_release("this PEFT is too old")
     for place, names in PRIVATE_NAMES.items():
         module, _, cls = place.partition(":")

@@ -56,6 +56,10 @@ def test_an_older_release_that_has_all_names_is_refused_too(version, monkeypatch
         compat.check_private_names()
 
 
+def test_the_oldest_release_is_the_one_that_is_installed_with():
+    assert f'"peft>={compat.OLDEST_PEFT}",' in (Path(__file__).parents[1] / "pyproject.toml").read_text()
+
+
 def test_no_other_file_imports_a_private_name():
     foreign = ("peft", "transformers", "torch", "accelerate", "huggingface_hub", "datasets")
     found = [
